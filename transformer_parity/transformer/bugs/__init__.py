@@ -1,1 +1,1 @@
-"""The bug catalog: for each known bug, the edits that inject it into a port, and the tap at which it must be found."""
+"""The bug catalog: the edits that inject each known bug into a port, and the tap at which each bug must be found."""

@@ -21,7 +21,7 @@ from transformer_parity.transformer.bugs.bug import (
 )
 from transformer_parity.transformer.cases.standard import preset_case
 
-# Lines of the packages that multiple bugs edit.
+# Source lines of the packages that more than one bug edits.
 SPLIT = {
     "numpy": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "torch": "x.view(batch, length, num_heads, width // num_heads).transpose(1, 2)",
@@ -47,7 +47,7 @@ WIDENED = {
 
 
 def softmax_over(axis: int) -> Edits:
-    """Return edits that normalize the scores over a different axis."""
+    """Return edits that apply the softmax over a different axis of the scores."""
     return {
         "numpy": [
             ("functional", "scores.max(axis=-1", f"scores.max(axis={axis}"),
@@ -69,7 +69,7 @@ def softmax_over(axis: int) -> Edits:
 
 
 def causal(numpy: str, torch: str, tf: str) -> Edits:
-    """Return edits that replace the lower triangle with a different mask. JAX uses the same expression as NumPy."""
+    """Return edits that replace the causal mask. The expression for JAX is derived from the expression for NumPy."""
     lines = {
         "numpy": "np.tri(length, dtype=bool)",
         "torch": ".tril()",
@@ -88,7 +88,7 @@ def without_bias(projection: str, x: str) -> Edits:
 
 
 def forbidden(score: str) -> Edits:
-    """Return edits that set masked scores to a given value. In fully masked rows, all keys then have equal weights."""
+    """Return edits that set masked scores to the given value, so fully masked rows attend to all keys equally."""
     ports = instead("layers", LOWEST, torch=score, jax=score, tf=f"tf.constant({score}, wide.dtype)")
     numpy = [("functional", MASKED, f"np.where(mask, scores, {score})")]
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
@@ -142,7 +142,7 @@ ENTRIES: dict[str, Table] = {
                     jax="(merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...])",
                     tf="merge_heads(context) @ tf.transpose(self.output_proj.kernel) + self.output_proj.bias",
                 ),
-                case="preset/torch",  # the matrix is square, because d_v is 8
+                case="preset/torch",  # d_v is 8 in this case, so the output kernel is square
             ),
         },
         (f"{SELF}.key", "preset/torch"): {"key bias missing": without_bias("key_proj", "memory")},
@@ -206,7 +206,8 @@ FULLY_MASKED = [
     )
 ]
 
-# No standard case with a fast path uses attention dropout or has the same d_k and d_v, which JAX's function requires.
+# Some bugs below need a case that has a fast path, uses attention dropout, and has d_k equal to d_v, as JAX's built-in
+# function requires. No standard case with a fast path has either of the other two properties.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"
@@ -223,13 +224,13 @@ KERAS_OWN = f"""    if tap is no_tap:
 
 
 def fused(mask: str = "mask", rate: str = "rate") -> Edits:
-    """Return edits to the call of PyTorch's fused kernel."""
+    """Return edits that change the arguments in the call of PyTorch's fused attention kernel."""
     return changed("fast", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
 
 
 FAST = table(
     {
-        "output": {  # the result is correct if taps are on
+        "output": {  # the bugs affect only runs without taps, because runs with taps don't use the kernel
             "fused kernel without the mask": fused("None"),
             "fused kernel without the scale": fused(rate="rate, scale=1.0"),
             "fused kernel causal in all self-attention": fused("None", "rate, is_causal=query.shape == key.shape"),

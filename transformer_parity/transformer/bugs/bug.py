@@ -1,8 +1,9 @@
-"""A known bug as data: edits to a package's source, a wrong config, or a wrong conversion of the weights.
+"""Definition of a known bug: edits to a package's source code, an incorrect config, or an incorrect weight conversion.
 
-A bug in the config replaces fields of the given config. A bug in the weights converts the weights when they are loaded
-and converts them back when they are exported, so the exported weights look correct. A bug that is injected into a port
-tests the comparison. A bug that is injected into the reference is a candidate for diagnosing a port that differs.
+A config bug replaces fields of the config that is passed to the port. A weight bug converts the weights when the port
+loads them and converts them back when the port exports them, so the exported weights look correct. Bugs are injected
+into ports to test whether the comparison finds them. They are also injected into the reference as candidates of the
+diagnosis: if the modified reference reproduces a port's values, the port probably has the same bug.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from transformer_parity.engine.findings import DIVERGES
 ALL = ("torch", "jax", "tf")  # the packages that are compared with the reference
 FOUR = ("numpy", *ALL)
 
-# Blocks and taps at which bugs have their first effects.
+# Names of blocks and taps to which many entries of the catalog refer.
 ENCODER, DECODER = "encoder.layers.0", "decoder.layers.0"
 SELF, CAUSAL, CROSS = f"{ENCODER}.self_attention", f"{DECODER}.self_attention", f"{DECODER}.cross_attention"
 SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
 
-Edit = tuple[str, str, str]  # module, text that occurs exactly once in it, replacement
-Edits = Mapping[str, list[Edit]]  # backend to edits
+Edit = tuple[str, str, str]  # name of a module, text that occurs exactly once in the module, replacement
+Edits = Mapping[str, list[Edit]]  # maps the name of each backend to its edits
 Change = tuple[str, str]  # text that occurs exactly once, replacement
 Weights = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug and the failure that the comparison must report, or an equivalent formulation that must agree."""
+    """A bug and the failure that the comparison must report, or an equivalent formulation that must pass."""
 
     name: str
     at: str  # first tap that must fail; empty if no tap should fail or if the model raises an exception
@@ -40,26 +41,26 @@ class Bug:
     case: str = "full/padded"
     dtype: str = "float64"
     verdict: str = DIVERGES
-    path: str = "taps"  # "fast" if only runs without taps are wrong, "run" if the model raises an exception
-    announced: str = ""  # failure reported before any tap: wrong names or order of taps, or wrong exported weights
-    detail: str = ""  # part of the message about the first tap that fails
-    own_numbers: tuple[str, ...] = ()  # backends whose values differ from all others, so the bug can't be identified
+    path: str = "taps"  # "fast" if the bug affects only runs without taps, "run" if the model raises an exception
+    announced: str = ""  # start of the message about wrong tap names, tap order, or exported weights
+    detail: str = ""  # text that the message about the first failing tap must contain
+    own_numbers: tuple[str, ...] = ()  # backends whose values the reference can't reproduce with this bug
     unseen: tuple[str, ...] = ()  # dtypes and cases in which the bug has no effect
     config: Mapping[str, Any] = field(default_factory=dict)  # config fields that the port replaces
-    convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # conversion that is its own inverse
+    convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # must be its own inverse
 
 
 Entry = Edits | partial[Bug]
-Table = Mapping[Any, Mapping[str, Entry]]  # tap that must fail, or pair of tap and case, to entries by name
+Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a pair of a tap and a case, to its bugs by name
 
 
 def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:
-    """Return a table entry with additional attributes, with or without edits."""
+    """Return a table entry with additional attributes of the bug, and with its edits if there are any."""
     return partial(Bug, **more) if edits is None else partial(Bug, edits=edits, **more)
 
 
 def table(entries: Table, **common: Any) -> list[Bug]:
-    """Return the bugs in a table. ``common`` sets attributes for all of them, which an entry may override."""
+    """Return the bugs in a table. ``common`` contains attributes of all bugs, which individual entries can override."""
     found = []
     for place, named in entries.items():
         at, case = (place, {}) if isinstance(place, str) else (place[0], {"case": place[1]})
@@ -70,25 +71,32 @@ def table(entries: Table, **common: Any) -> list[Bug]:
 
 
 def changed(module: str, usual: Change | None = None, **others: Change) -> Edits:
-    """Return one edit per backend: ``usual`` for all backends, except those with a different edit in ``others``."""
+    """Return one edit per backend: the backend's edit in ``others`` if there is one, and ``usual`` otherwise."""
     changes = {**(dict.fromkeys(FOUR, usual) if usual else {}), **others}
     return {port: [(module, *change)] for port, change in changes.items()}
 
 
 def instead(module: str, old: str | Mapping[str, str], new: str | None = None, **by_port: str) -> Edits:
-    """Return one edit per backend. ``old`` is the same text for all backends, or a dict with the text for each."""
+    """Return one edit per backend, which replaces ``old`` with ``new`` or with the backend's text in ``by_port``.
+
+    ``old`` is either one text for all backends or a dict that maps the name of each backend to its text.
+    """
     texts = by_port if new is None else dict.fromkeys(old if isinstance(old, Mapping) else FOUR, new)
     return {port: [(module, old if isinstance(old, str) else old[port], text)] for port, text in texts.items()}
 
 
 def together(*changes: Edits) -> Edits:
-    """Combine multiple sets of edits into one bug."""
+    """Return the combined edits of multiple changes, for the backends that all changes support."""
     common = [port for port in changes[0] if all(port in change for change in changes)]
     return {port: [edit for change in changes for edit in change[port]] for port in common}
 
 
 def in_ports_alone(edits: Edits) -> Edits:
-    """Return the edits without the reference, for bugs that values can't identify: exceptions, NaN, and rounding."""
+    """Return only the edits to the ports, without the edits to the reference.
+
+    The diagnosis then doesn't try the bug as a candidate. Bugs that cause exceptions, NaN, or rounding errors require
+    this, because the values that they produce don't identify them.
+    """
     return {port: edits[port] for port in ALL if port in edits}
 
 

@@ -27,7 +27,7 @@ Parts = Mapping[str, list[Bug]]
 
 
 def merged(*catalogs: Parts) -> Parts:
-    """Merge multiple catalogs. In the result, bugs in the same part are adjacent."""
+    """Merge multiple catalogs. The result contains the bugs of each part in one list."""
     names = dict.fromkeys(name for catalog in catalogs for name in catalog)
     return {name: [bug for catalog in catalogs for bug in catalog.get(name, [])] for name in names}
 
@@ -46,7 +46,7 @@ STRUCTURE = merged(
 )
 TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG, other_optimizers.CATALOG)
 SEARCH = [*search.CATALOG, *reported_training.SEARCH]
-# Bugs that are only candidates for the diagnosis and are not injected into ports:
+# The diagnosis tries the following bugs as candidates, but the mutation test doesn't inject them into ports.
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 CANDIDATES = forward.CANDIDATES
 STEP_VARIANTS = step_variants.STEP_VARIANTS
@@ -62,6 +62,6 @@ def parts() -> Parts:
 
 @cache
 def cases() -> Mapping[str, Case]:
-    """Return all cases that may expose a bug, by name."""
+    """Return the cases in which the bugs of the catalog can be detected, as a dict from name to case."""
     found = {case.name: case for case in [*standard_cases(), attention.FUSED_CASE]}
     return {**found, **training.CASES}

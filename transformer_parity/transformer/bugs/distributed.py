@@ -1,7 +1,10 @@
-"""Known bugs in distributed training, as data. They are injected into the reference's simulation of multiple devices.
+"""Catalog of known bugs in distributed training.
 
-Each entry specifies the run that exposes the bug (a plan and a case in ``distributed.cases``), the first comparison
-that fails, and the message about this failure, which lists the affected tensors and the wrong reduction.
+The bugs are injected into the reference's simulation of multiple devices.
+
+Each entry specifies a run in which the bug must be detected (a plan and a case in ``distributed.cases``), the first
+comparison that must fail, and the message about this failure. The message lists the affected tensors and describes the
+incorrect reduction.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ SPREAD = "spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id)"
 POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
-ALONE = "shard % self.plan.shards == 0"  # only the first shard
-MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in the batch per shard token
+ALONE = "shard % self.plan.shards == 0"  # True for the first shard of each micro-batch
+MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in batch / tokens in shard
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
-KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters that the tensor axis replicates
+KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters replicated over the tensor axis
 NOT_REDUCED = "only shard 0 contributes: not reduced (1, 0)"
 OTHER = "not a sum of the shards' gradients: rows, weights, buffers or the backward pass differ"
 MASKS = "dropout masks are not drawn for the full micro-batch"
@@ -41,14 +44,14 @@ DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj")
 
 
 def injected(said: str, *edits: Edit, port: str = "numpy") -> partial[Bug]:
-    """Return a bug in the simulation or in a port, with the expected message."""
+    """Return a bug in the simulation or, if ``port`` is given, in a port. ``said`` is the expected message."""
     return but({port: [*edits]}, detail=said)
 
 
 def in_loop(*lines: str) -> list[Edit]:
-    """Return edits that add code after the backward pass of each shard.
+    """Return edits that add lines after the backward pass of each shard.
 
-    The variable ``shard`` numbers the shards of all micro-batches.
+    The lines can use the variable ``shard``, which counts the shards of all micro-batches, starting at 0.
     """
     text = "".join(f"            {line}\n" for line in lines)
     counting = "for shard, (part, rng) in enumerate(divide(self, batch)):\n"
@@ -56,28 +59,33 @@ def in_loop(*lines: str) -> list[Edit]:
 
 
 def each(gradient: str, *before: str) -> list[Edit]:
-    """Return edits that replace ``g``, the contribution of a shard to the gradient of ``name``."""
+    """Return edits that replace the contribution of each shard to each gradient.
+
+    Args:
+        gradient: Expression for the new contribution. It can use the old contribution ``g`` and the parameter ``name``.
+        *before: Lines that are executed before the expression.
+    """
     return in_loop(*before, f"of_parameters = {{name: {gradient} for name, g in of_parameters.items()}}")
 
 
 def scaled(factor: str, where: str = "True") -> list[Edit]:
-    """Return edits that scale the contribution of a shard to the gradient but not to the loss."""
+    """Return edits that scale the contribution of each shard to the gradient but not its contribution to the loss."""
     return each(f"g * factor if {where} else g", f"factor = {factor}")
 
 
 def with_loss(factor: str) -> list[Edit]:
-    """Return edits that scale the contribution of a shard to the gradient and to the loss."""
+    """Return edits that scale the contributions of each shard to the gradient and to the loss."""
     return each("g * factor", f"factor = {factor}", "part_total = part_total * factor")
 
 
 def run(plan: str, at: str = WHOLE, case: str = "short") -> tuple[str, str]:
-    """Return the comparison that must fail and the run in which it must fail."""
+    """Return a key of the table: the first comparison that must fail, and the name of the run in which it must fail."""
     return at, f"distributed/{plan}/{case}"
 
 
 BUGS = table(
     {
-        # Wrong sums and wrong divisors.
+        # The following bugs use wrong sums or wrong divisors.
         run("data=2"): {
             "mean of means": injected(
                 "all gradients: each shard divided by its own token count, then averaged: a mean of means "
@@ -118,7 +126,7 @@ BUGS = table(
                 "all gradients: each shard clipped by its own norm before the sum (0.005963, 0.01726)",
                 *each("g * own", "own = self.settings.clip_norm / global_norm(of_parameters)"),
             ),
-            # Wrong rows and wrong weights.
+            # The following bugs process the wrong rows or use the wrong weights.
             "same rows on all devices": injected(
                 "a step has 54 target tokens instead of 31; "
                 "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
@@ -207,7 +215,7 @@ BUGS = table(
                 ),
             ),
         },
-        # Wrong clipping and wrong updates.
+        # The following bugs clip the gradient or update the weights incorrectly.
         run("data=2", FIRST_NORM): {
             "clipped by the norm of one shard's contribution": injected(
                 "its norm is 0.829897 times the expected norm: the norm of the contribution of shard 0 only",
@@ -257,7 +265,7 @@ BUGS = table(
                 "the first gradient and its norm are correct: later steps differ",
                 ("training", "settings.learning_rate(self.step", "self.plan.shards * settings.learning_rate(self.step"),
             ),
-            # A sampler that doesn't receive the current epoch has this effect.
+            # This happens if the training loop doesn't pass the epoch to a distributed sampler.
             "every step uses the rows of the first step": injected(
                 "later steps differ, as with this bug: every step uses the rows of the first step",
                 (
@@ -288,7 +296,7 @@ BUGS = table(
                 ("training", "StepResult(total / count,", "StepResult(total / count + np.log(self.plan.tensor),"),
             ),
         },
-        # Wrong sharding and wrong checkpoints.
+        # The following bugs shard parameters or save checkpoints incorrectly.
         run("fsdp=2", "sharding"): {
             "no parameter sharded": injected(
                 "a device must store about 50% of all parameter elements: one stores 100%",

@@ -21,18 +21,19 @@ from transformer_parity.transformer.bugs.bug import Edit
 def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
     """Return a copy of a package with the given edits, under a new name. Without edits, return the package itself.
 
-    The copy contains only the edited modules and the modules that import them. It shares all other modules, including
-    their compiled functions, with the original. Calls with the same arguments return the same copy, which remains in
-    memory until the process ends.
+    The copy contains only the edited modules and the modules that import them, directly or indirectly. It shares all
+    other modules, including their compiled functions, with the original package. Calls with the same arguments return
+    the same copy, which remains in memory until the process ends.
 
     Args:
         package: Name of one of the four packages.
-        edits: Edits in the order in which to apply them. Each one consists of a module, a text that occurs exactly once
-            in it, and a replacement.
+        edits: Edits in the order in which to apply them. Each edit consists of the name of a module, a text that occurs
+            exactly once in this module, and the replacement for the text.
 
     Raises:
         ImportError: If the source of the package can't be found.
-        ValueError: If a text doesn't occur exactly once, for example because an earlier edit has changed it.
+        ValueError: If the text to replace doesn't occur exactly once in the module, for example because an earlier edit
+            has changed it.
     """
     original = importlib.import_module(package)
     if not edits:
@@ -47,7 +48,8 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
     while more := {module for module in texts if module not in copied and _imports(package, module) & copied}:
         copied |= more
     name = f"{package}_edited_{next(_PACKAGES)}"
-    # Make imports of copied modules relative, so that copies with the same text share the compiled code.
+    # Make imports of copied modules relative, so that their source code doesn't contain the name of the copy. Copies
+    # with the same source code then share the compiled code.
     modules = "|".join(sorted(copied))
     absolute = re.compile(rf"\b{package}(?=\.(?:{modules})\b)")
     whole = re.compile(rf"\bfrom {package}(?= import (?:{modules})$)", re.MULTILINE)
@@ -55,7 +57,7 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
         fullname = name if module == "__init__" else f"{name}.{module}"
         _IMPORTER.sources[fullname] = f"{package}/{module}.py", absolute.sub("", whole.sub("from .", texts[module]))
     edited = importlib.import_module(name)
-    for module in texts.keys() - copied:  # make shared modules attributes of the copy as well
+    for module in texts.keys() - copied:  # also make the shared modules attributes of the copy
         setattr(edited, module, importlib.import_module(f"{package}.{module}"))
     return edited
 
@@ -70,22 +72,24 @@ def _sources(package: str) -> Mapping[str, str]:
 
 @cache
 def _imports(package: str, module: str) -> frozenset[str]:
-    """Return the modules of the same package that a module imports, including imports in functions and for types."""
+    """Return the modules of the same package that a module imports, including imports inside functions."""
     found = re.findall(rf"^\s*from {package}(?:\.(\w+) import| import (\w+)$)", _sources(package)[module], re.MULTILINE)
     return frozenset(name for names in found for name in names if name)
 
 
 @cache
 def _compiled(file: str, text: str) -> CodeType:
-    """Compile a source text under a unique file name, so that ``linecache`` finds the source."""
+    """Compile source code under a unique file name, so that ``linecache`` can find the source of each edited module."""
     return compile(text, f"edited/{next(_FILES)}/{file}", "exec", dont_inherit=True)
 
 
 class _Importer(MetaPathFinder, ExecutionLoader):
-    """Importer for modules in memory, whose source it provides for tracebacks, ``inspect``, and TensorFlow's AutoGraph.
+    """Importer for modules that exist only in memory.
+
+    It provides their source code to tracebacks, ``inspect``, and TensorFlow's AutoGraph.
 
     Attributes:
-        sources: File name and source text of each module, by full module name.
+        sources: Maps the full name of each module to its file name and source code.
     """
 
     def __init__(self) -> None:

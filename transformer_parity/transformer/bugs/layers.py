@@ -18,7 +18,7 @@ from transformer_parity.transformer.bugs.bug import (
     together,
 )
 
-# Lines of the packages that multiple bugs edit.
+# Source lines of the packages that more than one bug edits.
 ADDED = {
     "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
     "torch": "encoding.to(x)",
@@ -37,8 +37,8 @@ def norm(usual: str, **others: str) -> Edits:
     """Return edits that replace the formula of layer norm.
 
     Args:
-        usual: Formula for ``x``, in which ``mean(y)`` keeps the axis.
-        **others: Different formulas by backend.
+        usual: Expression for the normalized ``x``. The function ``mean(y)`` averages over the last axis and keeps it.
+        **others: Expressions for individual backends that can't use ``usual``.
     """
     means = {
         **dict.fromkeys(("numpy", "jax"), "y.mean(-1, keepdims=True)"),
@@ -65,11 +65,12 @@ def norm(usual: str, **others: str) -> Edits:
 
 
 def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
-    """Return edits to all residual connections in the reference.
+    """Return edits that replace the code of all residual connections in the reference.
 
     Args:
-        new: New code, which may contain the fields ``{norm}``, ``{y}`` (the sub-layer's output), and ``{name}``.
-        old: Code to replace, with the same fields.
+        new: Replacement code, a format string with optional fields: ``{norm}``, ``{y}`` (the sub-layer's output), and
+            ``{name}``.
+        old: Code to replace, a format string with the same fields.
     """
     edits = []
     for stack, names in (
@@ -227,7 +228,7 @@ ENTRIES: dict[str, Table] = {
                     "layers",
                     GELU,
                     torch='"gelu": partial(F.gelu, approximate="tanh")',
-                    jax="jax.nn.gelu",  # computes tanh-GELU by default
+                    jax="jax.nn.gelu",  # jax.nn.gelu computes the tanh approximation by default
                     tf='"gelu": gelu_tanh,',
                 ),
             }
@@ -249,7 +250,8 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # The same bugs as above, but in all sub-layers. They are only candidates for the diagnosis.
+    # These bugs correspond to bugs above but affect all sub-layers. They are used only as candidates of the
+    # diagnosis.
     Bug("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Bug("no residual connections", "", everywhere("{norm}({y})")),
     Bug("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

@@ -26,12 +26,15 @@ from transformer_parity.transformer.bugs.training import (
 
 
 def rate(new: str) -> Edits:
-    """Return edits that replace the call to the learning rate schedule. ``n`` is the step number."""
+    """Return edits that replace the call of the learning rate schedule.
+
+    ``new`` is an expression that can use the step number ``n``.
+    """
     old, new = (text.replace("(n", "(self.step + 1") for text in ("settings.learning_rate(n, config.d_model)", new))
     return instead("training", old, new)
 
 
-# The formulas of torch.optim.Adam, because its own code can't be edited.
+# Adam's update as explicit formulas. Bugs in PyTorch edit these formulas, because they can't edit torch.optim.Adam.
 WRITTEN_OUT = """with torch.no_grad():
             for theta in group["params"]:
                 state = self.state[theta]
@@ -45,12 +48,12 @@ WRITTEN_OUT = """with torch.no_grad():
                 theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
 
 
-# Makes TensorFlow's trainer use Adam's formulas instead of its kernel, which can't be edited.
+# Edit that makes TensorFlow's trainer compute Adam with formulas instead of TensorFlow's kernel, which can't be edited.
 NO_KERNEL = "training", "FastAdam if model.fast or mesh is not None else Adam", "Adam"
 
 
 def in_adam(usual: Change | None = None, **others: Change) -> Edits:
-    """Return edits to the optimizer module that also make the trainer use the module's Adam."""
+    """Return edits to the ``optimizer`` module. In TensorFlow, they also make the trainer use Adam's formulas."""
     edits = dict(changed("optimizer", usual, **others))
     if "tf" in edits:
         edits["tf"] = [*edits["tf"], NO_KERNEL]
@@ -58,7 +61,7 @@ def in_adam(usual: Change | None = None, **others: Change) -> Edits:
 
 
 def adam(usual: Change, **others: Change) -> Edits:
-    """Return edits to Adam's formulas."""
+    """Return edits that replace part of Adam's formulas."""
     changes = {**dict.fromkeys(FOUR, usual), **others}
     old, _ = changes["torch"]
     if WRITTEN_OUT.count(old) != 1:
@@ -68,7 +71,10 @@ def adam(usual: Change, **others: Change) -> Edits:
 
 
 def clipping(old: str, new: str) -> Edits:
-    """Return edits to the expression for the maximum of the gradient norm and the clip norm."""
+    """Return edits to the expression for the larger of the gradient norm and the clip norm.
+
+    They replace ``old`` with ``new`` in this expression.
+    """
     largest = {
         **dict.fromkeys(FOUR, "max(norm, clip_norm)"),
         "torch": "norm.clamp(min=clip_norm)",
@@ -87,7 +93,7 @@ CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
 MICRO_BATCH = "total, _ = self._loss(self.shard.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
 DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
 
-# NumPy's gradients are values, so the edit must store them explicitly.
+# NumPy computes new gradients in every step, so the edit must store the gradients of the previous step explicitly.
 LEFT_OVER = """before = getattr(self, "left_over", {})
         gradient = {name: before.get(name, 0.0) * count + g for name, g in gradient.items()}
         norm = global_norm(gradient) / count
@@ -142,7 +148,7 @@ ENTRIES: dict[str, Table] = {
             "gradients of the previous step not reset": in_training(
                 ("        self.optimizer.zero_grad()\n", ""),
                 None,
-                None,  # JAX and TensorFlow don't store gradients between steps
+                None,  # JAX and TensorFlow don't keep gradients between steps
                 ("norm = global_norm(gradient) / count\n", LEFT_OVER),
             )
         },
@@ -219,7 +225,7 @@ ENTRIES: dict[str, Table] = {
             "learning rate applied twice": adam(("learning_rate * m_hat", "learning_rate**2 * m_hat")),
         },
         (later(WEIGHT), "steps"): {
-            # The first step has no previous step.
+            # The first step uses its own learning rate because there is no previous step.
             "learning rate of the previous step": rate("settings.learning_rate(max(n - 1, 1), config.d_model)"),
             "cool-down ignored": assumed(cooldown_steps=0),
         },
@@ -267,7 +273,7 @@ ENTRIES: dict[str, Table] = {
 CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
-    # Equivalent formulations, which must not be reported as bugs.
+    # The comparison must not report these equivalent formulations as bugs.
     Bug(
         "Adam written out",
         "",

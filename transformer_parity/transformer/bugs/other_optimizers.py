@@ -1,4 +1,4 @@
-"""Optimizers that replace Adam, and common bugs in training steps: weight decay, norms, and the order of operations."""
+"""Bugs in training steps: optimizers that replace Adam, weight decay, clipping, and updates at the wrong time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from transformer_parity.transformer.bugs.bug import Edits, Table, changed, inste
 from transformer_parity.transformer.bugs.optimizer import CLIPPED, WRITTEN_OUT
 from transformer_parity.transformer.bugs.training import FIRST, LOSS, SECOND, WEIGHT
 
-# Adam's formulas by the names of their results. The hyperparameters have the same names in NumPy and PyTorch.
+# Adam's formulas by the name of the computed variable. The code defined in NUMBERS gives the hyperparameters the same
+# names in NumPy and PyTorch.
 ADAM = {
     "g": "g = g",
     "m": "m += (1.0 - beta1) * (g - m)",
@@ -22,7 +23,7 @@ NUMBERS = {
 }
 INDENT = {"numpy": 12 * " ", "torch": 16 * " "}
 T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # step number
-# torch stores the product of the momentum factors in float32.
+# torch.optim.NAdam stores the product of the momentum factors in float32.
 MU = (
     "mu = lambda t: beta1 * (1.0 - 0.5 * 0.96 ** (0.004 * t))\nnp = __import__('numpy')\n"
     "mus = float(np.cumprod(np.array([mu(i) for i in range(1, t + 1)], 'float32'))[-1])"
@@ -34,7 +35,7 @@ RECTIFIED = (
 )
 TRUST = "{step}\nof_theta, of_step = ((x * x).sum() ** 0.5 for x in (theta, step / learning_rate))"
 MATRICES = "(theta.ndim > 1)"
-NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first weight that isn't a matrix
+NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first parameter that isn't a matrix
 EXPORTED = "        return get_weights(self)\n"
 KEPT = "self.model.shown = None\n        self.model.shown = self.model.export_weights()\n        "
 UPDATED = {
@@ -54,7 +55,7 @@ LARGEST = {
 
 
 def formulas(**new: str) -> Edits:
-    """Return edits that replace formulas of Adam. The new lines may include original formulas as ``{name}``."""
+    """Return edits that replace formulas of Adam. A replacement can include an original formula as ``{name}``."""
     lines = {**ADAM, **{name: text.format(**ADAM) for name, text in new.items()}}
     old = {
         "numpy": (
@@ -75,19 +76,19 @@ def formulas(**new: str) -> Edits:
 
 
 def decoupled(value: str, where: str = "1.0") -> Edits:
-    """Return edits that add decoupled weight decay, multiplied by the learning rate."""
+    """Return edits that add decoupled weight decay that is multiplied by the learning rate."""
     return formulas(theta=f"theta *= 1.0 - learning_rate * {value} * {where}\n{{theta}}")
 
 
 def in_gradient(value: str, where: str = "1.0") -> Edits:
-    """Return edits that add weight decay to the gradient."""
+    """Return edits that implement weight decay by adding a multiple of each parameter to its gradient."""
     return formulas(g=f"g = g + {value} * {where} * theta")
 
 
 def clipped_by(condition: str) -> Edits:
-    """Return edits that compute the norm for clipping from only some gradients.
+    """Return edits that clip based on the norm of only those gradients that satisfy the condition.
 
-    The condition may use the gradient ``g`` and the parameter name ``name``.
+    The condition can use the gradient ``g`` and the name ``name`` of its parameter.
     """
     return changed(
         "training",
@@ -110,8 +111,8 @@ def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
     """Return edits that skip the update in the first step.
 
     Args:
-        numpy: Replacements in NumPy's call to the update.
-        torch: Replacements in PyTorch's call to the update.
+        numpy: Additional replacements in the code that calls NumPy's optimizer, by the text to replace.
+        torch: Additional replacements in the code that calls PyTorch's optimizer, by the text to replace.
     """
     new = {}
     for port, replaced in (("numpy", numpy), ("torch", torch)):
@@ -123,7 +124,7 @@ def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
 
 
 def twice() -> Edits:
-    """Return edits that update the first parameter, the embedding matrix, twice in each step."""
+    """Return edits that update the first parameter, which is an embedding matrix, twice in each step."""
     parameters = 'for theta in group["params"]:', 'state["step"] += 1'
     again = 'for i, theta in [*enumerate(group["params"]), (-1, group["params"][0])]:', 'state["step"] += float(i >= 0)'
     text = WRITTEN_OUT

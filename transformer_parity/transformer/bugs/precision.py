@@ -1,4 +1,4 @@
-"""Bugs in precision, and equivalent formulations that must not be reported as bugs."""
+"""Bugs that lose precision, and equivalent formulations that the comparison must not report as bugs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT32_FREQUENCIES = changed(
     tf=(FREQUENCIES, "[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)"),
 )
 FAST_VARIANCE = in_ports_alone(norm("(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5"))
-TF32 = {  # rounds float32 operands as a GPU does, but leaves float64 operands unchanged
+TF32 = {  # function that rounds float32 operands to TensorFloat32, as GPUs do, and returns float64 operands unchanged
     "torch": """def tf32(x):
     import torch
 
@@ -50,7 +50,7 @@ TF32 = {  # rounds float32 operands as a GPU does, but leaves float64 operands u
 START = "def scaled_dot_product_attention("
 
 PRECISION = [
-    # Correct formulas with insufficient precision.
+    # These bugs compute correct formulas in a dtype that isn't precise enough.
     *table(
         {
             f"{SELF}.scores": {
@@ -94,7 +94,7 @@ PRECISION = [
         dtype="float32",
         verdict=IMPRECISE,
     ),
-    # Float32 computations in a float64 model. They would be correct in a float32 model.
+    # These bugs compute parts of a float64 model in float32. In a float32 model, they have no effect.
     *table(
         {
             SOURCE: {
@@ -122,7 +122,7 @@ PRECISION = [
                     tf=f"* tf.cast(1.0 / {ROOT}, query.dtype)",  # TensorFlow converts Python numbers to float32
                 )
             },
-            f"{ENCODER}.feed_forward_norm.output": {  # the first norm whose variance is as small as epsilon
+            f"{ENCODER}.feed_forward_norm.output": {  # the first norm with an input whose variance is about epsilon
                 "epsilon in float32": but(config={"layer_norm_epsilon": float(np.float32(1e-6))})
             },
             ("inner", "feed_forward/gelu"): {
@@ -137,7 +137,7 @@ PRECISION = [
 ]
 
 CONTROLS = [
-    # Equivalent formulations, which must not be reported as bugs.
+    # The comparison must not report these equivalent formulations as bugs.
     Bug(
         "query scaled instead of the scores",
         "",

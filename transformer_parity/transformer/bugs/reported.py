@@ -1,4 +1,4 @@
-"""Bugs in the model that users of published ports have reported (see docs/reported-bugs.md), by part."""
+"""Bugs in models that users of published ports have reported (see docs/reported-bugs.md), by part of the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from transformer_parity.transformer.bugs.layers import (
 )
 from transformer_parity.transformer.bugs.structure import LOGITS, RETURNED
 
-# Lines of the packages that multiple bugs edit.
+# Source lines of the packages that more than one bug edits.
 ALLOWED = {
     "numpy": "np.where(mask, scores, -np.inf)",
     "torch": "scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
@@ -46,7 +46,7 @@ ALLOWED = {
 MASKED = "masked_softmax(scores, mask"
 CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
 ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
-LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row masks only padding
+LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row of the mask, which masks only padding
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
@@ -77,7 +77,7 @@ LOG_SOFTMAX = {
 
 
 def selected(yes: str, no: str, mask: str) -> dict[str, str]:
-    """Return the expression of each package that selects ``yes`` where a mask [B, L] is True and ``no`` elsewhere."""
+    """Return one expression per package that selects ``yes`` where a mask [B, L] is True, and ``no`` elsewhere."""
     where = {"numpy": "np.where", "torch": "torch.where", "jax": "jnp.where", "tf": "tf.where"}
     return {port: f"{function}({mask}[..., None], {yes}, {no})" for port, function in where.items()}
 
@@ -99,9 +99,10 @@ def activated(numpy: str, tf: str, of_x: str) -> Edits:
     """Return edits that replace the ReLU.
 
     Args:
-        numpy: Code for NumPy.
-        tf: Code for TensorFlow.
-        of_x: Formula for PyTorch and JAX. The field ``{m}`` stands for the module with the math functions.
+        numpy: Replacement for the entry of ReLU in NumPy's dict of activations.
+        tf: Replacement for the entry of ReLU in TensorFlow's dict of activations.
+        of_x: Expression in ``x`` for PyTorch and JAX. The field ``{m}`` is replaced with the name of the module that
+            provides the math functions.
     """
     return {
         **instead("functional", RELU, numpy=numpy),
@@ -121,7 +122,11 @@ def in_numpy(old: str, new: str) -> Edits:
 
 
 def log_probabilities(outside: bool) -> Edits:
-    """Return edits that return log-probabilities instead of logits, after or before the tap of the logits."""
+    """Return edits that make the model return log-probabilities instead of logits.
+
+    Args:
+        outside: Whether the tap ``logits`` still records the logits.
+    """
     edits: dict[str, list[tuple[str, str, str]]] = {}
     for port, function in LOG_SOFTMAX.items():
         axis = ", -1" if port == "torch" else ""
@@ -133,7 +138,12 @@ def log_probabilities(outside: bool) -> Edits:
 
 
 def unpacked_by_head(weights: Mapping[str, ndarray], num_heads: int = 3) -> dict[str, ndarray]:
-    """Split a packed projection by head, although it contains all queries, then all keys, then all values."""
+    """Return weights as if a converter had split the packed attention projections incorrectly.
+
+    The packed projection contains the queries of all heads, followed by all keys and all values. The converter assumes
+    that it contains the query, key, and value of the first head, then the query, key, and value of the second head, and
+    so on.
+    """
     found = dict(weights)
     for name in weights:
         block, kind, rest = name.partition("query_proj.")
@@ -286,7 +296,7 @@ ENTRIES: dict[str, Table] = {
     "residual": {
         f"{SELF}_norm.output": {
             "a sub-layer's output added to itself": instead("encoder", SUM, "self.self_attention_norm(attended + "),
-            # The tap reports the output of the norm without the residual.
+            # The residual is added after the norm. The tap records the norm's output, before this addition.
             "norm before the sum, also in its tap": instead(
                 "encoder",
                 {port: f"{NORM_TAP}{text}" for port, text in ADD_AND_NORM.items()},
@@ -321,7 +331,7 @@ ENTRIES: dict[str, Table] = {
                     tf="(tf.sin(angles), tf.cos(angles * tf.constant(10000.0 ** (-1 / steps), tf.float64)))",
                 ),
             ),
-            # The factor in the exponent, -log(10000) / d_model, is floored to -1.
+            # This bug rounds a factor in the exponent, -log(10000) / d_model, down to -1.
             "wavelengths from a floored exponent": instead("embedding", "10000.0 ** (", "math.exp(2.0 * steps) ** ("),
             "positions enumerate the batch instead of the sequence": instead(
                 "embedding",
@@ -384,7 +394,7 @@ ENTRIES: dict[str, Table] = {
                 instead("feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"),
                 ACTIVATED_LATE,
             ),
-            # Keras rounds its constants to float32.
+            # Keras rounds the constants in its GELU to float32, so the reference must use the rounded constants.
             "Keras's GELU instead of ReLU": together(
                 activated('"relu": gelu,', '"relu": tf.nn.gelu', "x * (0.5 * (1.0 + {m}.erf(x * 0.7071067690849304)))"),
                 in_numpy("-math.sqrt(0.5) * x", "-0.7071067690849304 * x"),
@@ -406,13 +416,13 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 STRUCTURE_ENTRIES: dict[str, Table] = {
     "weights": {
         (f"{SELF}.query", "preset/torch"): {
-            # The conversion is its own inverse for three heads.
+            # With three heads, as in this preset case, the conversion is its own inverse.
             "packed projections split by head": but(convert=unpacked_by_head)
         }
     },
     "edge cases": {
         (SOURCE, "full/large_vocabulary"): {
-            # TensorFlow isn't included because it rejects ids that become negative.
+            # TensorFlow isn't included because large ids overflow to negative values, which it rejects.
             "ids in int16": but(
                 changed(
                     "embedding",
@@ -432,7 +442,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
 STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
-# The same bugs as above, but in the full model. They are only candidates for the diagnosis.
+# These bugs correspond to bugs above but affect the full model. They are used only as candidates of the diagnosis.
 EVERYWHERE = [
     Bug(
         "norm before the sum, in every sub-layer and its tap",
@@ -441,7 +451,7 @@ EVERYWHERE = [
     ),
     Bug("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Bug("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Bug(  # edits every layer, so that the diagnosis can limit the bug to some layers
+    Bug(  # edits the layers, not the model's mask, so the diagnosis can limit the bug to individual layers
         "no causal mask",
         "",
         {

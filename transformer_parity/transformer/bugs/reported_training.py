@@ -1,4 +1,4 @@
-"""Bugs in training and search that users of published ports have reported (see docs/reported-bugs.md)."""
+"""Bugs in training and in searches that users of published ports have reported (see docs/reported-bugs.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def where_none_has_ended(within: str) -> Edits:
     """Return edits that accept hypotheses truncated at the maximum length only if no other hypothesis has finished.
 
     Args:
-        within: Index expression for the continuations [B, 2K] that may end with EOS.
+        within: Index expression that selects the columns of the continuations [B, 2K] that may end with EOS.
     """
     comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.\n"
     kept = "(self.finished > -9e9).any(1) | said.any(1)"
@@ -51,7 +51,11 @@ def where_none_has_ended(within: str) -> Edits:
 
 
 def no_gradient_of(rows: dict[str, str]) -> Edits:
-    """Return edits that stop the gradient of the padding row in the embedding lookup."""
+    """Return edits that stop the gradient of the padding token's row in the embedding matrix.
+
+    Args:
+        rows: Expression of each framework that looks up the embeddings and stops this gradient.
+    """
     return together(
         instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
         instead("embedding", {"numpy": "self.table[ids]", **ROW}, **{"numpy": "self.table[ids]", **rows}),
@@ -68,7 +72,7 @@ def uncorrected(indent: int) -> Change:
 ENTRIES: dict[str, Table] = {
     "gradient": {
         (f"of {TABLE}", "gradients/starts_with_padding"): {
-            # The effect of padding_idx if the BOS token is the padding token, as in Marian.
+            # This bug occurs if a port sets padding_idx although the padding token also serves as BOS, as in Marian.
             "no gradient for the padding row": by_hand(
                 no_gradient_of(
                     {
@@ -165,7 +169,7 @@ SEARCH = [
     *table(
         {
             LOGITS: {
-                # A causal mask with a single row allows only the first key.
+                # A cached step has one query. A causal mask that is computed for one row allows only the first key.
                 "only the first position attended to": changed(
                     "decoder",
                     numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(end) == 0)"),
@@ -212,7 +216,7 @@ SEARCH = [
                 "length penalty n^alpha": instead(
                     "search", "length_penalty_kind=length_penalty_kind", 'length_penalty_kind="power"'
                 ),
-                # tensor2tensor uses this rule.
+                # tensor2tensor accepts truncated hypotheses only under this condition.
                 "truncated hypotheses only returned if none has finished": where_none_has_ended("[:, :beam_size]"),
                 "tensor2tensor's rules: EOS within twice the beam, truncated hypotheses if none has finished": together(
                     where_none_has_ended(""), TWICE_THE_BEAM

@@ -1,7 +1,7 @@
-"""Known bugs in decoding, as data.
+"""Catalog of known bugs in decoding.
 
-A bug in the cache affects the logits of positions that are decoded one at a time. A bug in the search affects only the
-tokens or the scores.
+A bug in the decoder cache changes the logits of tokens that are decoded one at a time. A bug in the search changes only
+the returned tokens or scores.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 LOGITS = "logits"
 CASES = {case.name: case for case in standard_cases() if case.search is not None}
 GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
-MARIAN = "decode/marian_greedy"  # starts with padding
+MARIAN = "decode/marian_greedy"  # searches start with the padding token
 OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/rules_of_fairseq"
 MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
-OTHER = "decode/other_decoder_greedy"  # the first decoder layer has no self-attention
-# Backends whose values depend on the lengths to which they pad.
+OTHER = "decode/other_decoder_greedy"  # case whose first decoder layer has no self-attention
+# With some bugs, the values of these backends depend on the length to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
@@ -55,13 +55,16 @@ ANY_PADDING = {
 
 
 def planned(*lines: str) -> Edits:
-    """Return edits that change a search's plan or source mask before the search starts."""
+    """Return edits that insert lines before a search starts, which can change its plan and its source mask."""
     more = "".join(f"    {line}\n" for line in lines)
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
 
 def penalized(penalties: str) -> Edits:
-    """Return edits to the length penalties in beam search. ``n`` is an array of lengths; ``alpha`` is the exponent."""
+    """Return edits that replace the length penalties of beam search.
+
+    ``penalties`` is an expression that can use the array ``n`` of all lengths and the exponent ``alpha``.
+    """
     return planned(
         "n, alpha = __import__('numpy').arange(len(plan.penalties)), search.length_penalty",
         f"plan = plan if search.beam_size is None else plan._replace(penalties={penalties})",
@@ -77,24 +80,24 @@ def starting_with(token: str) -> Edits:
 
 
 def reordered(layers: str) -> Edits:
-    """Return edits that reorder only the cache of some layers."""
+    """Return edits that reorder the cache of only some layers, which the slice ``layers`` selects."""
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
-NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # names of n-grams that a sentence must not repeat
+NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # names of n-grams by length
 
 
 def ruled(rules: str) -> Edits:
-    """Return edits that change the rules of every search."""
+    """Return edits that change the search rules. ``rules`` contains keyword arguments as source code."""
     return planned("from dataclasses import replace", f"plan = plan._replace(rules=replace(plan.rules, {rules}))")
 
 
 def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
-    """Return edits to the reference that add a repetition penalty for a hypothesis's tokens, including BOS.
+    """Return edits to the reference that penalize tokens that a hypothesis already contains, including BOS.
 
     Args:
-        penalty: Divisor of positive scores and factor of negative scores.
-        log_probabilities: Expression that is True if the penalty applies to log-probabilities instead of logits.
+        penalty: Number that divides the positive scores and multiplies the negative scores of these tokens.
+        log_probabilities: Expression that is True if the scores are log-probabilities, and False if they are logits.
     """
     usual = "    log_probabilities = log_softmax(logits)\n"
     lines = f"""\
@@ -108,8 +111,8 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# These bugs are only candidates for the diagnosis. The packages' cases can't test them, because the cases request
-# multiple hypotheses and include too few sentences that depend on these rules.
+# These bugs are used only as candidates of the diagnosis. The mutation test can't inject them into ports, because its
+# cases request multiple hypotheses and contain too few sentences for which these rules matter.
 ONLY_CANDIDATES = [
     *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
@@ -175,11 +178,11 @@ CATALOG = [
                     ),
                     case=OTHER,
                 ),
-                # JAX and TensorFlow aren't included because the shape of the mask wouldn't match.
+                # JAX and TensorFlow aren't included because the bug would raise an error about the shape of the mask.
                 "cache of a different layer": but(
                     {
                         "numpy": [("decoder", PASTS, OTHERS)],
-                        "torch": [  # all layers in PyTorch's cache share one length
+                        "torch": [  # in PyTorch, the caches of all layers have the same length
                             ("decoder", PASTS, OTHERS),
                             ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
                             ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),

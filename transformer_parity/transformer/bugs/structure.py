@@ -25,7 +25,7 @@ from transformer_parity.transformer.bugs.bug import (
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
-RETURNED = f"return {LOGITS}\n"  # occurs in the forward pass, but not in the decoding step
+RETURNED = f"return {LOGITS}\n"  # this text occurs in the forward pass but not in the decoding step
 UNMASKED = "    if mask is None:"
 ENCODE = '        source_ids, source_mask = self._take("source", source_ids, source_mask)\n        return'
 DECODE = "        memory, source_mask = self._take_memory(memory, source_ids, source_mask)\n"
@@ -39,13 +39,13 @@ KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
 
 def one_value(value: str) -> Edits:
-    """Return edits that set one element of the attention output."""
+    """Return edits that overwrite one element of the attention output with the given value."""
     returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
     return changed("attention", torch=(returned, spoilt), jax=(PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})"))
 
 
-# The padding mask of the first batch with a given shape is reused for all later batches with that shape.
+# This bug computes a padding mask for the first batch of each shape and reuses it for later batches of the same shape.
 STALE = Bug(
     "mask cached from an earlier batch",
     f"{SELF}.weights",
@@ -248,7 +248,7 @@ WEIGHTS = table(
 )
 
 EDGES = [
-    # Each bug is exposed by a different case.
+    # Each of these bugs needs a different case to be detected.
     *table(
         {
             ("weights", "attention/fully_masked_row"): {
@@ -311,7 +311,7 @@ EDGES = [
                 )
             },
             ("", "full/other_decoder"): {
-                # JAX accepts parameters of any shape, so the result would be correct.
+                # JAX isn't included: it accepts parameters of any shape, so the bug would have no effect.
                 "decoder's feed-forward as wide as the encoder's": but(
                     instead(
                         "decoder",

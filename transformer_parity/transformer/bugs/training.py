@@ -1,7 +1,8 @@
-"""Known bugs in the loss and the gradients, as data.
+"""Catalog of known bugs in the loss and in the gradients.
 
-Each bug first appears in the loss, the gradient norm, the gradient at a tap (starting with the logits), the gradient
-of a parameter, a moment, or a weight.
+For each bug, the catalog specifies the first tensor that must differ. This tensor is the loss, the gradient norm, the
+gradient at a tap, the gradient of a parameter, a moment, or a weight. The gradients at taps are in the order of the
+backward pass, which starts with the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.standard import gradient_case
 from transformer_spec.training_config import TrainingConfig
 
-# The model has one layer per stack and few different sizes because JAX compiles every operation for every shape.
+# The model has one layer per stack and few different sizes because JAX compiles each operation once per shape.
 _PAPER = gradient_case("paper_base")
 GRADIENTS = replace(
     _PAPER,
@@ -30,7 +31,7 @@ LATE_START["target_ids"][:, 0] = GRADIENTS.config.pad_id  # as in Marian, where 
 
 
 def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
-    """Return a case with two training steps. The second step is in the cool-down."""
+    """Return a case with two training steps. The second step is in the cool-down phase of the schedule."""
     schedule: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 2, "cooldown_steps": 1}
     config = GRADIENTS.config.replace(label_smoothing_kind=kind)
     return replace(GRADIENTS, name=name, stage=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
@@ -44,7 +45,7 @@ CASES = {
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),
-        steps("steps/large_epsilon", epsilon=1e-4),  # comparable to the gradient, so that epsilon's position matters
+        steps("steps/large_epsilon", epsilon=1e-4),  # as large as gradients, so that its position matters
         steps("steps/clipped", clip_norm=0.5),
         steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
@@ -60,21 +61,21 @@ FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "
 
 
 def later(at: str) -> str:
-    """Return the same tensor after step 2, for bugs that don't affect the first step."""
+    """Return the name of the same tensor in step 2, for bugs that have no effect in step 1."""
     return at.replace("step 1", "step 2")
 
 
-Change = tuple[str, str]  # text that occurs exactly once, replacement
+Change = tuple[str, str]  # text that occurs exactly once in the module, replacement
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
-    """Return one edit to ``training`` per backend. Pass None for a backend that can't have the bug."""
+    """Return one edit per backend to the ``training`` module. Pass None for backends that can't have the bug."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
     return changed("training", **{port: edit for port, edit in edits.items() if edit})
 
 
 def also_in_torch(edits: Edits, *changes: Change) -> Edits:
-    """Add edits for PyTorch, which counts the tokens of a batch before computing the loss."""
+    """Add edits for PyTorch, which counts the tokens of a batch in a separate place, before computing the loss."""
     return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
 
 
@@ -85,12 +86,12 @@ def assumed(**settings: Any) -> Edits:
 
 
 def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
-    """Add equivalent edits to NumPy's handwritten backward pass. The frameworks derive their own automatically."""
+    """Add the equivalent edits for NumPy, whose backward pass is handwritten instead of derived automatically."""
     return {**edits, "numpy": [*edits.get("numpy", []), *((module, old, new) for old, new in changes)]}
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
-    """Return the expression of each framework that stops the gradient of a value."""
+    """Return an expression per framework that stops the gradient of the given expression."""
     return {
         "torch": f"({torch}).detach()",
         "jax": f"__import__('jax').lax.stop_gradient({jax})",
@@ -99,9 +100,10 @@ def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
 
 
 def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
-    """Return edits that keep a value but replace its gradient with the gradient of a different value.
+    """Return edits that keep the value of an expression but replace its gradient.
 
-    For NumPy, use ``by_hand`` instead.
+    The value still equals the value of ``old``, and the gradient is the gradient of ``kept``. For NumPy, use
+    ``by_hand`` instead.
     """
     hidden = stopped(**{port: f"({old[port]}) - ({kept[port]})" for port in ALL})
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
@@ -120,7 +122,7 @@ WEIGHTS = {
 }
 NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
 SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
-FROZEN = {  # the torch code avoids a difference of two gradients, which would cause rounding noise
+FROZEN = {  # PyTorch's expression doesn't subtract two gradients, because rounding errors would remain
     "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
     "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
     **{

@@ -1,1 +1,1 @@
-"""Diagnosis: where a difference starts, and which known bug or convention explains it."""
+"""Find the block in which a port starts to differ, and the known bug or convention that explains the difference."""

@@ -1,8 +1,7 @@
 """Search for a change to the reference that reproduces a port's values: a bug, a convention, or a different setting.
 
 ``diagnose`` runs the reference with each known bug and convention, with settings that it measures in the port's
-tensors, and with multiple changes at once. It returns the change that reproduces all of the port's values, or
-"unknown".
+tensors, and with multiple changes at once. It returns the change that reproduces all values of the port, or "unknown".
 The docstring of ``investigate`` lists all steps of a diagnosis.
 """
 
@@ -44,8 +43,9 @@ Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
-PLACED = 1000  # maximum number of attempts with one bug in one place
-# The value that a tap must record. Published code often records a different value.
+PLACED = 1000  # approximate maximum number of attempts with one bug in one place
+# Description of the value that a tap must record, by the end of its name. Published code often records a different
+# value.
 MEANINGS = {
     "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
     ".scores": "the scores after scaling and before the mask",
@@ -56,20 +56,21 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The best explanation of a port's values.
+    """The best explanation of how a port differs from the reference.
 
     Attributes:
-        sentence: The diagnosis in words. If there are multiple statements, the one with the strongest evidence.
-        confidence: ``exact`` if a candidate reproduces every value, ``likely`` if a different measurement points to a
-            cause, or ``unknown``.
-        candidates: Names of the candidates that reproduce every value, or every case that differs. There are multiple
-            names if the cases can't distinguish between the candidates.
-        error: Largest relative error that the first candidate leaves; infinite if there is none.
-        runner_up: Name of the next best candidate.
-        next_error: Relative error that the next best candidate leaves, at the first tensor that it doesn't reproduce
-            or at the last tensor.
-        signatures: Further statements with their evidence, the strongest first.
-        config: Config fields that declare the port's convention; empty if the difference is a bug.
+        sentence: The diagnosis as a sentence. If there are multiple statements, this is the one with the strongest
+            evidence.
+        confidence: ``exact`` if a candidate reproduces every value, ``likely`` if other evidence points to a cause, and
+            ``unknown`` otherwise.
+        candidates: Names of the candidates that reproduce every value or, if the confidence is ``likely``, every value
+            of the cases that differ. There are multiple names if the cases can't distinguish between the candidates.
+        error: Largest relative error between the port and the first candidate; infinite if there is no candidate.
+        runner_up: Name of the candidate with the smallest error among the candidates that don't reproduce every value.
+        next_error: Relative error of this candidate: its largest error up to the first tensor that it doesn't
+            reproduce, or its error at the last tensor if that is larger.
+        signatures: Further statements about the difference, sorted by the strength of their evidence.
+        config: Config fields that declare the convention of the port; empty if the difference is a bug.
     """
 
     sentence: str
@@ -94,15 +95,16 @@ def diagnose(
 ) -> Diagnosis:
     """Find the candidate that reproduces every tensor of a port.
 
-    If no candidate reproduces all activations, the search is repeated without taps of the kind that differs first, and
-    then with only the output, because a tap may record a different value than its name implies.
+    A tap may record a different value than its name implies. Therefore, if no candidate reproduces all activations, the
+    function repeats the search without the type of tap that differs first, for example without all ``scores``. If this
+    search also fails, the function compares only the output.
 
     Args:
         case: The case that the port ran.
         actual: The port's float64 tensors, in the order of computation (see ``outputs.tensors``).
         port: The port's name in messages.
         progress: Callback that receives a description of the next search step.
-        known: The bugs and conventions to try; None tries all known ones.
+        known: The bugs and conventions to try, or None to try all known bugs and conventions.
         others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
             An exact candidate must also reproduce these cases.
     """
@@ -111,7 +113,7 @@ def diagnose(
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every value that {port} returned here matches the reference", UNKNOWN)
-    # Learning rates or other optimizer settings that explain this training case.
+    # Learning rates, measured in the port's tensors, that explain all losses and weights of this training case.
     deviation = schedule_in_words(case, measured_rates(case, actual))
     rates = rate_candidates(case, actual)
     measured = [*rates, *optimizer_candidates(case, actual)]
@@ -126,7 +128,7 @@ def diagnose(
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not deviation and (number := measured_number(trials)):
         exact, deviation = [number], f"it uses {number.candidate.name}"
-    # Each combination requires a training run, and if the learning rate is wrong, they only guess at the schedule.
+    # Each combination requires a training run. If the learning rate differs, combinations can't identify the schedule.
     if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
@@ -139,7 +141,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # A combination can fit a single case by chance. If the port returned only tokens, an individual bug can as well.
+    # Combinations may reproduce a single case by chance. Individual bugs may too, if the port returned only tokens.
     singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:
@@ -159,10 +161,12 @@ def _apart_from_loss(
     progress: Callable[[str], None],
     places: Callable[[], Sequence[tuple[Bug, Place]]],
 ) -> Diagnosis | None:
-    """Search using only the losses if nothing else differs, or using only the gradients if the loss is correct.
+    """Search for candidates that reproduce only the losses, or only the gradients.
+
+    The function compares only the losses if all other tensors agree, and only the gradients if the loss agrees.
 
     Returns:
-        None if both the loss and the gradients differ, or if this search finds no explanation.
+        The diagnosis, or None if both the loss and the gradients differ or no candidate reproduces these tensors.
     """
     wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
     if losses and wrong <= losses:
@@ -187,10 +191,10 @@ def _apart_from_loss(
 def _named_in_search(
     trials: Trials, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Find one bug or one search parameter that explains all searches, or all greedy or all beam searches.
+    """Find a bug or a search parameter that explains all searches, or at least all greedy or all beam searches.
 
     Returns:
-        None if no bug or parameter explains the tokens, or if the case has no search.
+        The diagnosis, or None if no bug or parameter explains the tokens, or if the case has no search.
     """
     if trials.case.search is None:
         return None
@@ -215,7 +219,7 @@ def _named_in_search(
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Bug]) -> list[Candidate]:
-    """Return the individual candidates that reproduce the output of a case, regardless of the taps."""
+    """Return the candidates with one bug that reproduce the output of a case, even if they don't reproduce its taps."""
     trials = Trials(case, actual, (), (OUTPUT,))
     attempts = [trials.run(Candidate((bug,))) for bug in known]
     return [attempt.candidate for attempt in attempts if attempt and attempt.is_exact]
@@ -230,9 +234,9 @@ def _search(
     *,
     together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the candidates that reproduce every tensor, and all attempts.
+    """Return the attempts that reproduce every tensor, and the list of all attempts.
 
-    The search first tries each bug in the whole model, then each bug in one place, and then combinations.
+    The search first tries each bug in the full model, then each bug in one place, and then combinations of bugs.
     """
     singles = [attempt for bug in known if (attempt := trials.run(Candidate((bug,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
@@ -253,9 +257,9 @@ def _together(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the combinations of candidates that reproduce every tensor, and all attempts.
+    """Return the attempts with multiple bugs that reproduce every tensor, and the list of all attempts.
 
-    Variants of an optimizer step are too numerous to try in pairs.
+    Variants of an optimizer step are excluded, because there are too many to try them in pairs.
     """
     pairs = [bug for bug in known if bug.name not in VARIANTS]
     singles = [one for one in tried if one.candidate.place is None and one.candidate.parts[0] in pairs]
@@ -268,7 +272,10 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the bugs in the largest places that reproduce every tensor, followed by all attempts."""
+    """Return the attempts with a bug in one place that reproduce every tensor, and the list of all attempts.
+
+    The function tries larger places first. It stops at the first size for which an attempt reproduces every tensor.
+    """
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
         attempts = [found for bug, place in same_size if (found := trials.run(Candidate((bug,), place)))]
@@ -283,10 +290,10 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[l
 def _and_another(
     trials: Trials, exact: Sequence[Attempt], known: Sequence[Bug], progress: Callable[[str], None]
 ) -> list[Attempt]:
-    """Return pairs of candidates that hold in every case, starting from candidates that hold only in this case."""
+    """Add a second bug to candidates that reproduce only this case, and return the pairs that reproduce all cases."""
     failing = [(case, shown) for case, shown in trials.others if shown is not None]
     for attempt in exact[:PROMISING]:
-        if len(attempt.candidate.parts) > 1:  # combinations can fit a single case by chance
+        if len(attempt.candidate.parts) > 1:  # combinations may reproduce a single case by chance
             continue
         runs = ((one, Trials.of(*one).run(attempt.candidate)) for one in failing)
         there = next((one for one, run in runs if run is None or not run.is_exact), None)
@@ -309,10 +316,13 @@ def _and_another(
 def _by_fewer_tensors(
     trials: Trials, start: Attempt, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Search without taps of the kind that differs first, and then for individual candidates using only the output.
+    """Search for candidates that reproduce all tensors except one type of tap, or that reproduce only the output.
+
+    The first search ignores all taps of the type that differs first. The second search compares only the output, and
+    tries only candidates with one bug.
 
     Returns:
-        None if these searches find no explanation.
+        The diagnosis, or None if neither search finds a candidate. If only taps differ, the diagnosis lists these taps.
     """
     first = trials.names[start.matched]
     kind = next((ending for ending in MEANINGS if first.endswith(ending)), "")
@@ -342,10 +352,9 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Report the candidates that reproduce every value, and the error of the next best candidate.
+    """Return a diagnosis with the candidates that reproduce every value, and the error of the next best candidate.
 
-    If a convention reproduces every value, equivalent bugs in one place are omitted, because a convention can be
-    declared in the port.
+    If one of them is a convention, the diagnosis omits bugs in one place, because a port can declare a convention.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     if any(all(map(is_convention, attempt.candidate.parts)) for attempt in exact):
@@ -362,14 +371,17 @@ def _exact(
 
 
 def _convention(candidate: Candidate) -> dict[str, Any]:
-    """Return the config fields that declare the port's convention, or an empty dict if the candidate is a bug."""
+    """Return the config fields with which the port can declare a convention, or {} if the candidate is a bug."""
     if candidate.place is not None or not all(map(is_convention, candidate.parts)):
         return {}
     return {name: value for part in candidate.parts for name, value in part.config.items()}
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt, in_order: bool) -> Diagnosis:
-    """Report that nothing reproduces the values and, if the tensors are in order, which candidate comes closest."""
+    """Return a diagnosis for a port whose values no candidate reproduces.
+
+    If the tensors are in the order of computation, the diagnosis mentions the candidate that matches the most tensors.
+    """
     runner_up = _best(tried)
     name, left = (runner_up.candidate.name, runner_up.worst) if runner_up else ("", math.inf)
     sentence = "unknown: no known bug or convention, and no combination of them, reproduces these numbers"

@@ -1,28 +1,28 @@
-"""Failure reports: the block that introduces a difference, the cause of the difference, and the block's saved inputs.
+"""Create failure reports, which contain the block that introduces a difference and the cause of the difference.
 
 A diagnosis has the following steps. A step that finds the cause with certainty ends the diagnosis.
 
 1. ``investigate`` (for a port) or ``files`` (for tensors from files) selects the first failure of each stage. It omits
-   stages whose failures only follow from the failure of an earlier stage.
-2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is
-   random, keeps state between calls, or differs only without taps. ``evidence.properties`` detects float32 values in
-   the tensors of ports and files.
+   a stage if its failures can be consequences of a failure in an earlier stage.
+2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether the port modifies its inputs,
+   returns random results, keeps state between calls, or differs only without taps. For ports and files,
+   ``evidence.properties`` detects tensors that have only float32 precision.
 3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
-   the other cases of the model:
-   a. the bug catalog and the conventions (``candidates``), with settings measured in the tensors (``measured.step``);
-   b. for searches, their parameters (``measured.search_parameters``);
-   c. a bug in only some blocks (``candidates.places``);
-   d. for training, the learning rate of each step (``measured.schedule``) or an optimizer setting
+   the other cases of the model. It tries the following changes:
+   a. each bug and each convention (``candidates``), and settings that it measures in the tensors (``measured.step``);
+   b. for searches, different search parameters (``measured.search_parameters``);
+   c. each bug in only some blocks (``candidates.places``);
+   d. for training, a different learning rate in each step (``measured.schedule``) or a different optimizer setting
       (``measured.optimizer``);
-   e. two or three bugs together (``candidates.several``);
-   f. for activations, a bug that reproduces all tensors except taps of one kind, or only the output.
-   ``candidates.trials`` runs and caches the changed references.
-4. If no change reproduces everything, statements describe the difference, the strongest first: NaN or infinity, swapped
-   names, a comparison with the port's own ``forward`` (``own_forward``), its first training step (``measured.step``),
-   and which tensors and cases differ.
-   Most statements come from the modules in ``evidence``.
+   e. combinations of two or three bugs (``candidates.several``);
+   f. for activations, bugs that reproduce all tensors except one type of tap, or only the output.
+   ``candidates.trials`` runs the reference with each change and caches the results.
+4. If no change reproduces every tensor, the diagnosis consists of statements about the difference, sorted by the
+   strength of their evidence. They report NaN or infinity, swapped names, a comparison with the port's ``forward``
+   (``own_forward``), its first training step (``measured.step``), and which tensors and cases differ. Most statements
+   come from the modules in ``evidence``.
 5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes the
-   error of the block, and ``reproduce`` saves its inputs.
+   error of this block, and ``reproduce`` saves its inputs.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The report on one case that fails.
+    """The report on one failing case.
 
     Attributes:
         backend: Name of the port.
         dtype: Working dtype.
         case: Name of the case.
         stage: Name of the stage to which the case belongs.
-        blame: The blocks that introduce or inherit the difference; None if nothing can be replayed.
+        blame: The blocks that introduce or inherit the difference; None if the case can't be replayed.
         diagnosis: The cause of the difference; None if the report only shows the attention in a case that agrees.
-        view: Data that the HTML page shows about the case; None if it shows nothing.
+        view: Data about the case for the HTML page; None if the page doesn't show the case.
         directory: Directory with the inputs of the first wrong block; None if they were not saved.
     """
 
@@ -110,13 +110,13 @@ class FailureReport:
 
     @property
     def relative_directory(self) -> Path | None:
-        """The directory, relative to the working directory if it is inside the working directory."""
+        """``directory``, as a relative path if it is inside the working directory."""
         if self.directory is None or not self.directory.is_relative_to(Path.cwd()):
             return self.directory
         return self.directory.relative_to(Path.cwd())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis and its case as built-in Python types."""
+        """Return the diagnosis and the description of its case as a dict of built-in Python types."""
         found = self.diagnosis.to_dict() if self.diagnosis else {}
         return {
             "backend": self.backend,
@@ -130,15 +130,15 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Investigation:
-    """The settings for failure reports on one port.
+    """Settings for creating failure reports on one port.
 
     Attributes:
         port: The port.
-        setting: Dtypes, device, and precision to run it with.
+        setting: Dtypes, device, and precision with which to run the port.
         reference: Name from which the port can be loaded: a backend, or ``module:class``.
         directory: Directory in which to save the inputs of a wrong block; None saves nothing.
         progress: Callback that receives a description of the next step.
-        suspect: A candidate to try in addition to the known ones.
+        suspect: A candidate to try in addition to the known bugs and conventions.
         view: Function that converts the evidence to the data that the HTML page shows.
     """
 
@@ -151,7 +151,7 @@ class Investigation:
     view: Callable[[Evidence, Subject], dict[str, Any]] | None = None
 
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
-        """Yield a report on the first failure of each stage, preferring cases that run the full model.
+        """Yield a report on the first failure of each stage. Failures of cases that run the full model come first.
 
         Gradients, steps, and searches depend on activations, so their failures are reported only if activations agree.
         Failures at lower precision are reported only if float64 agrees.
@@ -173,7 +173,7 @@ class Investigation:
                 for name, other in known.items()
                 if name in compared - {case.name} and shared(other) == shared(case) and not other.is_long
             ]
-            # All known bugs affect short sequences, so none of them explains a failure that requires 1,000 tokens.
+            # All known bugs also affect short sequences, so no known bug explains a failure that only long cases show.
             hypothetical = (
                 [] if case.is_long else candidates(case.config, case.stage, forward_agrees=forward_agrees(findings))
             )
@@ -242,7 +242,7 @@ class Investigation:
         known: Sequence[Bug],
         differing: Differing,
     ) -> Diagnosis:
-        """Return the candidate that explains every float64 tensor or, if there is none, the strongest evidence."""
+        """Return a diagnosis with the candidates that reproduce every float64 tensor, or with other evidence."""
         finding = findings[0]
         found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
         if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
@@ -257,8 +257,8 @@ class Investigation:
         return of_tensors(found, differing, findings, others, beside_forward)
 
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
-        """If gradients, steps, or searches differ, add evidence from the port's own ``forward`` and its first step."""
-        with suppress(Exception):  # if the port can't be rerun, the report is still valid
+        """Add evidence from the port's ``forward`` or, if there is none, from its first training step."""
+        with suppress(Exception):  # the port may fail in a rerun, but the rest of the report is still valid
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return with_first(found, [statement])
         with suppress(Exception):  # a rate can't be measured if weights are missing or infinite
@@ -274,11 +274,15 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Bug],
     ) -> Diagnosis:
-        """Return the candidate that explains the outputs without taps, or a statement that the two paths differ."""
+        """Return a diagnosis for outputs that differ only without taps.
+
+        The diagnosis contains the candidates that reproduce these outputs. If there are none, it states how the outputs
+        differ from the outputs with taps.
+        """
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
         if finding.dtype != "float64":
             return Diagnosis(sentence, LIKELY)
-        with suppress(Exception):  # if another case raises an exception, the sentence is still valid
+        with suppress(Exception):  # other cases may raise an exception, but the sentence about this case is still valid
             runs: list[tuple[Case, Arrays]] = []
             for one in (case, *(other for other, _ in others)):
                 inputs = given(one.inputs, "float64")
@@ -291,7 +295,7 @@ class Investigation:
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
-        """Report which exported weights have swapped names or how they changed, if this can be determined."""
+        """Report which exported weights have swapped names or are modified. Return "" if this can't be determined."""
         with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
             right = given(case.load_weights(), dtype)
             back = self._loaded(case, dtype).export()
@@ -300,7 +304,7 @@ class Investigation:
         return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
-        """Report how two calls on the same input differ, if they do and this can be determined."""
+        """Report that two calls on the same input return different results. Return "" if they agree or can't be run."""
         with suppress(Exception):
             if case.is_forward:
                 return is_random(self._loaded(case, dtype), case)
@@ -309,7 +313,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Report that a case agrees on a newly loaded model, or return "" if it doesn't or can't be run."""
+        """Report that the port keeps state, if the case agrees on a newly loaded model. Return "" otherwise."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):
@@ -324,7 +328,7 @@ class Investigation:
         return ""
 
     def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
-        """Return the results of further runs: whether the port only rounds, and which properties it lacks."""
+        """Rerun the port, and report whether its error is a rounding error and which expected properties it lacks."""
         placement = self.setting.placement(evidence.blame.dtype)
         rounded, noise = "", 0.0
         with suppress(Exception):  # ports may reject modified weights
@@ -352,21 +356,22 @@ class Investigation:
 
 
 def shared(case: Case) -> tuple[object, ...]:
-    """Return the properties that two cases must share, apart from weights, for a candidate to apply to both."""
+    """Return the properties that two cases must have in common so that the same candidate applies to both."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 
 
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
-    """Return the first failure of each stage in float64, or in float32 if all of float64 agrees.
+    """Return the first failure of each stage in float64, or in float32 if there are no failures in float64.
 
-    If activations fail, return only that failure, because all others follow from it. Omit optimizer steps if gradients
-    fail, or if searches fail and the steps differ only in the searches between them.
+    If activations fail, return only their first failure, because the failures of other stages may follow from it. Omit
+    optimizer steps if gradients fail. Also omit them if searches fail and the only tensors that differ in the steps are
+    the tokens of searches between two steps.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
         first: dict[str, Finding] = {}
-        # Cases with the full model come first because blame can locate the wrong block in them.
+        # Cases that run the full model come first, because a replay can locate the wrong block in these cases.
         for finding in sorted(failures, key=lambda f: (f.verdict == FAILED, cases[f.case].block != "")):
             if finding.dtype == dtype:
                 first.setdefault(cases[finding.case].stage, finding)
@@ -381,6 +386,6 @@ def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> li
 
 
 def forward_agrees(findings: Sequence[Finding]) -> bool:
-    """Whether activations were compared in float64, and all of them agree."""
+    """Return whether activations were compared in float64 and all of them agree."""
     verdicts = {f.verdict for f in findings if f.stage == ACTIVATIONS and f.dtype == "float64"}
     return AGREES in verdicts and verdicts.isdisjoint((DIVERGES, IMPRECISE, FAILED))

@@ -1,7 +1,7 @@
-"""Comparison of a port's gradients, steps, and searches with its own forward pass, to determine which is wrong.
+"""Compare the gradients, steps, and searches of a port with its ``forward``, to determine which of them is wrong.
 
-A search chooses tokens based on the logits for its prefixes, and ``forward`` returns the logits for the same prefixes.
-If ``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state
+A search chooses tokens based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
+``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state
 between steps or follows a different rule.
 """
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-ROUNDING = 1e-9  # difference between logits, absolute (in nats) and relative, that float64 rounding can cause
+ROUNDING = 1e-9  # absolute and relative difference between logits that float64 rounding can cause
 FIRST = "compare activations first, using --stage activations"
 EMPTY = "at token 1, no previous token is cached yet, so a wrong cache is not the cause"
 FULL = (
@@ -35,15 +35,15 @@ FULL = (
 def beside_forward(
     port: Implementation, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
 ) -> str:
-    """Report that ``forward`` is wrong in the failing cases, or that greedy search chooses different tokens.
+    """Report that ``forward`` itself is wrong, or that greedy search chooses different tokens than ``forward``.
 
     Args:
         port: The port to rerun.
-        placement: The device to run it on, in float64.
-        shown: Cases of one stage, each with the port's tensors, or None if they agree with the reference's.
+        placement: Float64 and the device on which to run the port.
+        shown: Cases of one stage, each with the port's tensors, or None if they agree with the reference.
 
     Returns:
-        A sentence with its evidence; empty if there is none.
+        A sentence about the first case in which either is true; empty if there is none.
     """
     for case, tensors in shown:
         if tensors is None or case.block:
@@ -74,7 +74,7 @@ def beside_forward(
 
 
 def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
-    """Describe the first token at which a greedy search differs from the given logits, if there is one.
+    """Describe the first token of a greedy search that doesn't have the largest of the given logits, if there is one.
 
     Args:
         case: A case with a greedy search.
@@ -92,7 +92,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     if not departs.any():
         return ""
     step = int(np.flatnonzero(departs.any(0))[0])
-    sentence = int(np.flatnonzero(departs[:, step])[0])  # the first of the sentences that differ at this step
+    sentence = int(np.flatnonzero(departs[:, step])[0])  # the first sentence that departs at this step
     said, right = ids[sentence, step], best[sentence, step]
     found = (
         f"at token {step + 1} of sentence {sentence}, the search returns {_named(said, config)}, but `forward` prefers "
@@ -105,7 +105,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
 
 
 def _named(token: int, config: TransformerConfig) -> str:
-    """Return the name of a token, with its role if it is a special token."""
+    """Return a description of a token, for example ``token 2 (EOS)``."""
     roles = {config.pad_id: " (padding)", config.bos_id: " (BOS)", config.eos_id: " (EOS)"}
     return f"token {token}{roles.get(token, '')}"
 

@@ -1,4 +1,4 @@
-"""The first wrong block, saved to a directory: its inputs, the values that the port computed, and the correct values.
+"""Save the first wrong block to a directory: its inputs, the values that the port computed, and the correct values.
 
 ``block.safetensors`` contains the arrays that the block reads (``inputs/...``), the port's result (``actual``), the
 reference's result (``expected``), and the batch (``batch/...``). ``model.safetensors`` contains the config and the
@@ -41,7 +41,7 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """The description of a saved block.
+    """Description of a saved block.
 
     Attributes:
         port: Name from which the port can be loaded: a backend, or ``module:class``.
@@ -65,7 +65,7 @@ class SavedBlock:
 def save(evidence: Evidence, case: Case, port: str, directory: Path) -> Path:
     """Write the inputs of the first wrong block to a directory, and return the path of the directory.
 
-    An existing directory for the same port and case is replaced entirely.
+    If a directory for the same port, dtype, and case exists, it is deleted first.
     """
     blame = evidence.blame
     inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
@@ -96,7 +96,7 @@ def save(evidence: Evidence, case: Case, port: str, directory: Path) -> Path:
 
 
 def snippet(directory: Path) -> str:
-    """Return the Python code that runs only the saved block."""
+    """Return Python code that prints the arrays of the saved block and reruns it."""
     saved = _about(directory)
     return f"""from transformer_parity.transformer.diagnose.reproduce import load, rerun
 
@@ -139,7 +139,7 @@ def _about(directory: Path) -> SavedBlock:
 
 
 def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
-    """Return the inputs of a block, which are the taps that affect its result."""
+    """Return the inputs of a block: all taps that affect the block's result."""
     read = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
     if saved.replayed != "port":
         shown = {name: evidence.actual[name] for name in read if name in evidence.actual}
@@ -155,7 +155,7 @@ def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, eviden
 def _read_by_gradient(
     saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence
 ) -> dict[str, ndarray]:
-    """Return the inputs of a block in the backward pass: later gradients, and values of the forward pass."""
+    """Return the inputs of a block in the backward pass: gradients at later taps, and values from the forward pass."""
     model, seen, name = truth.model, Recorder(), saved.name.partition(" ")[2]
     logits = model(inputs["source_ids"], inputs["target_ids"], tap=seen)
     tokens = max(int((inputs["labels"] != model.config.pad_id).sum()), 1)

@@ -1,4 +1,4 @@
-"""Statements about a difference, sorted by the strength of their evidence."""
+"""Add statements about a difference to a diagnosis, sorted by the strength of their evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_parity.transformer.diagnose.evidence.operands import of_operand
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
-# Advice that is printed if the difference is a convention.
+# Advice for users, if the difference is a convention.
 IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"
 IN_FILES = (
     "fix it or, if it is intentional, regenerate A with this convention, which `parity golden` stores in the manifest: "
@@ -31,14 +31,14 @@ FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
-    """Limit an exact diagnosis of gradients to the gradients, because training may differ in other ways."""
+    """State that an exact diagnosis of a gradient case covers only gradients, because training may also differ."""
     if found.confidence != EXACT or case.stage != GRADIENTS:
         return found
     return replace(found, sentence=f"in gradients, {found.sentence}")
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """If ``detail`` lists tensors that the port returned but didn't declare, or vice versa, report them first."""
+    """Add a statement that the returned tensors differ from the declared tensors, unless ``detail`` is empty."""
     if not detail:
         return found
     promise = f"the port returned different tensors than it declared: {detail}"
@@ -56,7 +56,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
     parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # key counts need all sentences
+    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # keys are counted in all sentences
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
             # Padding can change gradients in other ways, so this statement covers only sentences without padding.
             is_part = len(alone) < len(evidence.alone[name])
@@ -67,7 +67,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_operand(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement about the wrong operand that explains the error of the first wrong block, if any."""
+    """Return a statement about the wrong operand of the first wrong block, or [] if no operand explains its error."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -77,7 +77,7 @@ def of_operand(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement that the first wrong block computes in a narrower dtype, if it does."""
+    """Return a statement about the precision of the first wrong block, if it computes in a narrower dtype."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -87,7 +87,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return both tensors, first only for sentences without padding, then in full. They match at padding."""
+    """Return pairs of both tensors: first only sentences without padding, if there are any, and then all sentences."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
     if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
@@ -102,21 +102,21 @@ def of_tensors(
     others: Sequence[tuple[Case, Arrays | None]],
     measured: Callable[[Diagnosis], Diagnosis],
 ) -> Diagnosis:
-    """Add statements about the tensors that differ to a diagnosis that isn't exact.
+    """Add statements about the differing tensors to a diagnosis that isn't exact.
 
     Args:
         found: The diagnosis.
-        differing: The tensors of the case that differ.
+        differing: The tensors of the case, and which of them differ.
         findings: Findings about the stage of the case.
         others: Other cases of the model, with the port's tensors, or None if they agree with the reference.
-        measured: Function that adds statements based on measurements in gradients, steps, and searches, which are more
-            specific than patterns.
+        measured: Function that adds statements based on measurements in gradients, steps, and searches. These
+            statements are more specific than patterns.
     """
     if nowhere := not_finite(differing):
         found = replace(found, sentence=nowhere, confidence=LIKELY)
     if names := exchanged_gradients(differing):
         return replace(found, sentence=names, confidence=LIKELY)
-    if differing.case.stage == ACTIVATIONS:  # the error of the first wrong block is more specific
+    if differing.case.stage == ACTIVATIONS:  # ``of_place`` adds more specific statements
         return found
     return with_first(measured(found), [*patterns(differing), *among_cases(findings, differing.case, others)])
 
@@ -130,9 +130,9 @@ def of_place(
     findings: Sequence[Finding],
     others: Sequence[tuple[Case, Arrays | None]],
 ) -> Diagnosis:
-    """Add statements about the first wrong block, unless a candidate already explains it.
+    """Add statements about the first wrong block, unless a candidate already explains the difference.
 
-    The function takes the same arguments as ``of_tensors`` and the statements about that block's error, ``errors``.
+    ``errors`` contains statements about the error of this block. The other arguments are the same as in ``of_tensors``.
     """
     if not evidence.blame.introduced or found.confidence == EXACT or found.candidates:
         return found
@@ -146,14 +146,14 @@ def of_place(
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If there is no candidate, the first statement becomes the diagnosis, but this list never does.
+    If the cause is unknown, the first statement becomes the diagnosis. The list never becomes the diagnosis.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
 
 
 def wrong_places(evidence: Evidence | None) -> list[str]:
-    """Return the sentences, heads, and positions that are wrong in the first wrong block, unless all are."""
+    """Return which sentences, heads, and positions are wrong in the first wrong block, unless all of them are."""
     if evidence is None or not evidence.blame.introduced:
         return []
     name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
@@ -163,17 +163,17 @@ def wrong_places(evidence: Evidence | None) -> list[str]:
 
 
 def _at(name: str) -> str:
-    """Return the prefix of a statement that locates it at a tap or in a gradient."""
+    """Return a prefix for a statement, which names the tap or the gradient that the statement describes."""
     return f"in the gradient {name}" if name.startswith(("at ", "of ")) else f"at {name}"
 
 
 def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
-    """If the diagnosis is a convention, add advice on how to declare it in the port."""
+    """If the diagnosis is a convention, add advice on how to declare the convention in the port."""
     return replace(found, signatures=(remedy.format(found.config), *found.signatures)) if found.config else found
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements. If there is no candidate, the first statement becomes the diagnosis."""
+    """Add statements to a diagnosis. If the cause is unknown, the first statement becomes the diagnosis."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []

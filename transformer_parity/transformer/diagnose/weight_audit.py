@@ -1,7 +1,7 @@
-"""The weight audit, which treats a port as a black box and measures how the port uses each weight.
+"""Audit how a port uses each weight, without inspecting the code of the port.
 
 The audit perturbs one weight at a time, then reloads and reruns the port. The first tensor that changes shows where the
-port uses this weight. The audit doesn't depend on names or layouts inside the port.
+port uses this weight. The audit doesn't depend on the names or layouts of the parameters inside the port.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Fate:
         name: Canonical name of the weight. If the audit can't measure weights, this is the name of the input
             that the port modified, or ``two calls`` if two calls return different results.
         verdict: ``used`` if the port uses the weight in the correct place, ``misplaced`` if the port uses it elsewhere,
-            ``replaced`` if the port uses a different weight instead, ``initial`` if the weight keeps its initial value,
-            ``random`` if it differs after every load or call, ``hidden`` if it affects no tensor in the port or in the
-            reference (for example, a key bias, which affects no logits), ``overwritten`` for an input that the port
-            modifies, ``unused``, or ``transposed``.
-        detail: The tensor that the weight affects, or the value that the port uses instead.
-        instead: The replacement: a different weight, ``zero``, or ``one``; the weight's own name if it is transposed.
+            ``transposed`` if the port uses the transposed weight, ``replaced`` if the port uses a different weight
+            instead, ``initial`` if the port uses zeros or ones instead, ``unused`` if the weight has no effect,
+            ``random`` if results differ after every load or call, ``hidden`` if the weight affects no compared tensor,
+            neither in the port nor in the reference (for example, a key bias, which affects no logits), or
+            ``overwritten`` for an input that the port modifies.
+        detail: Description of the tensor that the weight affects, or of the value that the port uses instead.
+        instead: Name of the weight that the port uses instead, ``zero``, or ``one``. For a transposed weight, this is
+            the weight's own name. Empty otherwise.
     """
 
     name: str
@@ -74,7 +76,7 @@ def audit(
     Args:
         port: The port to audit.
         case: A case that runs the full model.
-        placement: The dtype and device to run it with.
+        placement: The dtype and device with which to run the port.
         progress: Callback that receives the name of the next weight.
     """
     try:
@@ -90,7 +92,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
         return _shown(port.load(case.config, changed, placement), case)
 
     def run_reference(changed: Weights) -> dict[str, ndarray]:
-        """Run the reference on the port's value at each tap, so that each block is compared independently."""
+        """Run each block of the reference on the port's taps, so that an error in one block doesn't affect others."""
         found = _shown(Candidate(()).load(case.config, changed), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
@@ -131,12 +133,12 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
 
 
 def first_change(before: Mapping[str, ndarray], after: Mapping[str, ndarray], least: float) -> str:
-    """Return the first tensor that changes by more than ``least``, relative to its size, or "" if there is none."""
+    """Return the name of the first tensor whose relative change exceeds ``least``, or "" if there is none."""
     return next((name for name in before if not distance(name, after, before) <= least), "")
 
 
 def summary(fates: Iterable[Fate]) -> str:
-    """Return one line that gives the total number of weights and the number of weights with each verdict."""
+    """Return one line with the total number of weights and the number of weights with each verdict."""
     fates = list(fates)
     if fates and fates[0].verdict == OVERWRITTEN:
         return f"{fates[0].name} overwritten, so no weight can be audited"
@@ -147,7 +149,7 @@ def summary(fates: Iterable[Fate]) -> str:
 
 
 def as_bug(fates: Iterable[Fate]) -> Bug | None:
-    """Return a candidate with all weight replacements that the audit found, or None if it found none."""
+    """Return a candidate that makes the same replacements and transpositions as the port, or None if there are none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None
@@ -169,14 +171,14 @@ def as_bug(fates: Iterable[Fate]) -> Bug | None:
 
 
 def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:
-    """Run on copies of the inputs, because frameworks may share memory with the inputs and overwrite them.
+    """Return all taps and the output of a run on copies of the inputs, which the port may overwrite.
 
     Raises:
-        _OverwrittenError: If the port modifies an input. The message is the name of the input.
+        _OverwrittenError: If the port modifies an input. The message contains the name of the input.
     """
     inputs = given(case.inputs, "float64")
     try:
-        with np.errstate(all="ignore"):  # a bug may cause overflows
+        with np.errstate(all="ignore"):  # a bug may cause overflow
             result = loaded.run(case.block, inputs, taps=True, given=taps)
     except ValueError as error:
         if "read-only" not in str(error):
@@ -201,7 +203,7 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the fate of a weight that is used in the correct place, but may be transposed."""
+    """Return the result for a weight that the port uses in the correct place. The weight may be transposed."""
     weight = weights[name]
     if not tap:
         return Fate(name, HIDDEN, "it affects no compared tensor")
@@ -220,7 +222,7 @@ def _fate_of_the_unused(
     usual: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Find the value that the port uses instead of a weight that has no effect."""
+    """Return the result for a weight without effect, with the value that the port uses instead if it can be found."""
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED
@@ -229,7 +231,7 @@ def _fate_of_the_unused(
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:
-    """Yield possible replacements for a weight, each with all weights after the replacement."""
+    """Yield the names of possible replacements for a weight, each with all weights after the replacement."""
     weight, kind = weights[name], name.rpartition(".")[2]
     if weight.ndim == 1:
         yield "zero", {**weights, name: np.zeros_like(weight)}

@@ -1,4 +1,4 @@
-"""Test cases for training on multiple devices. No plan divides a batch evenly, and gradients are always clipped."""
+"""Test cases for training on multiple devices. Shards contain different numbers of tokens. Gradients are clipped."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Probe:
 
     Attributes:
         name: Name of the case in reports.
-        config: Config of the model. Its 4 heads and 48 hidden units are divisible by 2 and 4.
+        config: Config of the model. The numbers of heads (4) and hidden units (48) are divisible by 2 and 4.
         settings: Training settings. The gradient is always clipped.
         steps: Number of steps.
         seed: Seed for dropout.
-        dropout: ``global`` or ``local``.
+        dropout: Dropout mode of the trainer: ``global`` or ``local``.
         dtype: Dtype of the weights and moments.
-        lengths: Target lengths in tokens.
-        has_empty_rows: True if rows without labels consist only of padding. Otherwise, they contain a source and the
-            BOS token.
+        lengths: Length of each target in tokens; 0 for rows without labels.
+        has_empty_rows: True if rows without labels consist only of padding. Otherwise, these rows contain source tokens
+            and the BOS token.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Probe:
 
     @property
     def exact(self) -> Probe:
-        """The same run in float64, which provides the expected values."""
+        """The same run in float64. Its results are the expected results."""
         return replace(self, dtype="float64", settings=replace(self.settings, mixed_bfloat16=False))
 
     def weights(self) -> dict[str, ndarray]:
-        """Return the initial weights, rounded to float32. No bias is 0 and no scale is 1."""
+        """Return the initial weights, rounded to float32. Biases are not 0, and scales are not 1."""
         rng = np.random.default_rng(5)
         drawn = {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
         moved = {
@@ -70,7 +70,7 @@ class Probe:
         return {name: array.astype(np.float32).astype(self.dtype) for name, array in moved.items()}
 
     def batch(self, step: int) -> Batch:
-        """Return the global batch for a step. All batches have the same lengths but different tokens."""
+        """Return the global batch for a step. All batches have the same sequence lengths but different tokens."""
         rng, pad_id, lengths = np.random.default_rng([17, step]), self.config.pad_id, np.array(self.lengths)
         source = rng.integers(3, self.config.source_vocab_size, (len(lengths), SOURCE_LENGTH))
         source[:, 5:] = np.where(np.arange(4) < np.array([[4, 3, 0, 2, 1, 4, 0, 0]]).T, source[:, 5:], pad_id)
@@ -98,10 +98,10 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 
 @cache
 def probes() -> dict[str, Probe]:
-    """Return the float64 cases by name. Each case tests a different feature that distributed training may break."""
+    """Return the float64 cases by name. Each case uses a feature that may not work in distributed training."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
-    shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # halves the compile time
+    shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # fewer layers, which halves the compile time
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
@@ -126,7 +126,7 @@ def probes() -> dict[str, Probe]:
 
 @cache
 def rounded() -> dict[str, Probe]:
-    """Return the cases in lower precision by name."""
+    """Return the cases with float32 and with mixed bfloat16 precision, by name."""
     changes: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     whole = replace(probes()["short"], name="float32", dtype="float32")
     float32 = replace(whole, settings=replace(whole.settings, **changes))
@@ -136,7 +136,7 @@ def rounded() -> dict[str, Probe]:
 
 @cache
 def port_probes() -> tuple[Probe, ...]:
-    """Return the cases for user ports before the port's config is known. No sequence consists only of padding."""
+    """Return the cases for user ports, with a config that the port replaces. No sequence consists only of padding."""
     settings = probes()["plain"].settings
     sliced = replace(settings, accumulation_steps=2)
     return (
@@ -145,7 +145,7 @@ def port_probes() -> tuple[Probe, ...]:
     )
 
 
-# The cases that a check runs, which cover every feature once and require little compilation.
+# Names of the cases that a check runs. They cover every feature at least once and require little compilation.
 STAGE = ("plain", "uneven", "dropout", "float32", "mixed bfloat16")
 NOT_OFFERED = {"numpy": ("mixed bfloat16",)}
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

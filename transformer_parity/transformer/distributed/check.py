@@ -38,21 +38,22 @@ DTYPES = ("float64", "float32")
 USUAL = tuple(map(Plan.parse, ("data=2", "fsdp=2", "tensor=2")))
 OFFERED = {"tf": USUAL[:1]}  # TensorFlow doesn't support other plans
 OF_A_PORT = USUAL[:1]  # default plan for user ports
-WHOLE_RUN = STAGE[0]  # the next plan resumes this run from its middle
+WHOLE_RUN = STAGE[0]  # other frameworks resume this run halfway
 
-Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts processes with this total number of devices
+Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts processes for a total number of devices
 
 
 @dataclass
 class DistributedCheck:
-    """The runs of all frameworks, one framework at a time. Each one resumes a run that the previous framework started.
+    """Checks all frameworks, one at a time. Each framework also resumes a run that the previous framework started.
 
     Attributes:
         backends: Backends to check.
         ports: The user's ports, as ``module:class`` or as names of entry points.
         asked: Requested plans; empty for the default plans of each framework.
-        processes: Number of processes that share a plan's devices; None for the default of each framework.
-        dtypes: Requested dtypes; None for all.
+        processes: Number of processes among which the devices of a plan are divided; None for the default of each
+            framework.
+        dtypes: Requested dtypes; None for all dtypes.
 
     Raises:
         ValueError: If a framework doesn't support a plan with this number of processes.
@@ -65,7 +66,7 @@ class DistributedCheck:
     dtypes: Sequence[str] | None = None
     _left: tuple[Snapshot, str] | None = field(
         default=None, init=False
-    )  # snapshot halfway through a run, and its origin
+    )  # snapshot halfway through a run, and a phrase for its framework and plan
 
     def __post_init__(self) -> None:
         for name in self.named if self.processes else ():
@@ -83,11 +84,11 @@ class DistributedCheck:
         return Placements(DTYPES if self.dtypes is None else self.dtypes)
 
     def plans(self, backend: str) -> Sequence[Plan]:
-        """Return the plans for a framework."""
+        """Return the plans to check for a framework: the requested plans, or its default plans."""
         return self.asked or OFFERED.get(backend, USUAL if backend in PORTS else OF_A_PORT)
 
     def cases(self, backend: str) -> list[Case]:
-        """Return the cases for a framework."""
+        """Return the cases of all runs of a framework."""
         return [run.case for plan in self.plans(backend) for run in self._runs(backend, plan)]
 
     def checked_ports(self) -> list[CheckedPort]:
@@ -95,12 +96,12 @@ class DistributedCheck:
         return [CheckedPort(PortJob(name, self.setting), self.cases(name), [DISTRIBUTED]) for name in self.named]
 
     def asked_of(self, port: CheckedPort) -> Coverage:
-        """Return the coverage that a complete check of a port requires."""
+        """Return the coverage that the check of a port must reach to be complete."""
         planned = Counter((DISTRIBUTED, case.dtypes[0]) for case in port.cases)
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
     def not_tested(self) -> list[str]:
-        """Return descriptions of everything that this check omits, with the options that would include it."""
+        """Return a description of each part that this check omits, with the option or command that would check it."""
         found = []
         if self.backends:
             found = [f"{name} (not in --backends)" for name in PORTS if name not in ("numpy", *self.backends)]
@@ -117,11 +118,11 @@ class DistributedCheck:
         interpreters: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[tuple[CheckedPort, Any]]:
-        """Check one port at a time, and yield each message with its port, like ``check.processes.run_all``.
+        """Check one port at a time, and yield each message with its port, as ``check.processes.run_all`` does.
 
         Args:
             ports: Ports from ``checked_ports``.
-            interpreters: Paths of Python interpreters by port, for ports that use a different one.
+            interpreters: Paths of Python interpreters by port name, for ports that use a different interpreter.
             timeout: Seconds without a message after which a process is stopped, as in ``run_all``.
         """
         give_labels(ports)
@@ -139,18 +140,21 @@ class DistributedCheck:
             yield port, finished
 
     def steps(self, port: CheckedPort, start: Start) -> Iterator[NowDoing | CaseCompared]:
-        """Train with each of a framework's plans in processes created by ``start``, and store their environment."""
+        """Train with each plan of a framework, and yield the messages.
+
+        ``start`` starts the processes. The function stores their environment in the port.
+        """
         backend = port.job.backend
         for devices, plans in devices_needed(backend, self.plans(backend), self.processes):
             waiting = [*plans]
-            while waiting:  # start new processes after a failure
+            while waiting:  # after a failure, start new processes for the remaining plans
                 try:
                     with start(devices) as processes:
                         failed = False
                         while waiting and not failed:
                             failed = yield from self._on_plan(port, waiting.pop(0), processes)
                     port.environment = processes.environment or port.environment
-                except StartError as error:  # the other plans would fail in the same way
+                except StartError as error:  # the remaining plans would fail in the same way
                     yield CaseCompared([failure(port.label, str(error))])
                     return
                 except GroupError as error:  # a process failed during shutdown
@@ -169,7 +173,7 @@ class DistributedCheck:
     def _on_plan(
         self, port: CheckedPort, plan: Plan, processes: TrainingGroup
     ) -> Generator[NowDoing | CaseCompared, None, bool]:
-        """Train with one plan. Return True if a run failed, in which case the processes have ended."""
+        """Train with one plan. Return True if a run failed and its processes have therefore ended."""
         label, backend = port.label, port.job.backend
         runs = [self._resumed(run) if run.resumes else run for run in self._runs(backend, plan)]
         for number, run in enumerate(runs):
@@ -192,7 +196,7 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return a run that resumes halfway through the previous run or, if there is none, the reference's run."""
+        """Return the run with a snapshot from the previous framework or, if there is none, from the reference."""
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)
 
@@ -202,7 +206,7 @@ def _failed(backend: str, run: DeviceRun, error: GroupError) -> Finding:
 
 
 def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen | None]:
-    """Return a run's expected results and, in lower precision, the results on one device in that precision."""
+    """Return the expected results of a run and, if its precision is lower than float64, results with that precision."""
     probe = run.probe
     if draws(probe):
         return processes.train(TrainingTask(probe))[0], None
@@ -215,7 +219,7 @@ def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen
 
 
 def _of_a_port(seen: Seen) -> Seen:
-    """Return the subset of the expected results that user ports can return."""
+    """Return only those expected results that user ports also return."""
     weights = {step: replace(snapshot, state=None) for step, snapshot in seen.snapshots.items()}
     return replace(seen, tokens=[], norms=[], snapshots=weights)
 

@@ -24,23 +24,23 @@ from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, tr
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 
-RESUMED = "resumed"  # name of a run that resumes a run from a different framework
+RESUMED = "resumed"  # name of a run that resumes from a snapshot
 COUNTED = ("tokens", "number of the step")  # integers, so they must match in every precision
-# Names of findings that are not about a tensor.
+# Names of findings that are not about an individual tensor.
 REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "sharding", "names", "rows of each process"
 
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """One run on multiple devices.
+    """A run on multiple devices.
 
     Attributes:
         probe: Model, settings, and batches.
         plan: The parallelism plan.
         start: Snapshot from which the run resumes; None to start at the first step.
-        origin: Phrase for the framework and plan that created the snapshot.
-        named: True if the user requested the plan, so that the framework must support it.
-        resumes: True if the run resumes from a snapshot, even if the snapshot doesn't exist yet.
+        origin: Phrase that names the framework and the plan that created the snapshot.
+        named: True if the user requested the plan. An unsupported plan is then a failure, not a skip.
+        resumes: True if the run will resume from a snapshot, even if ``start`` isn't set yet.
     """
 
     probe: Probe
@@ -52,7 +52,7 @@ class DeviceRun:
 
     @property
     def case(self) -> Case:
-        """Case to which the findings about this run belong."""
+        """The case that represents this run in findings."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
         name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.resumes or self.start else self.probe.name}"
         common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
@@ -68,8 +68,8 @@ def findings(
         backend: Name of the backend or port that trained.
         run: The run.
         seen: Results of each process.
-        expected: Results on one device from the reference or, with dropout, from the framework itself.
-        baseline: Results on one device with the same rounding, used only in lower precision than float64.
+        expected: Results on one device from the reference or, if the run uses dropout, from the framework itself.
+        baseline: Results on one device with the precision of the run; None for float64.
     """
     author = run.case.author(backend, run.probe.dtype)
     if refused := next((one.refused for one in seen if one.refused), ""):
@@ -92,19 +92,22 @@ def findings(
 
 
 def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
-    """Return True if each process returns only the norm of its gradient shard, so that the squared norms add up."""
+    """Return True if each process returns the norm of only its shard of the gradient.
+
+    In this case, the squared norms of all processes add up to the squared norm of the full gradient.
+    """
     squares = sum(one.norms[0] ** 2 for one in seen)
     return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
 
 
 def draws(probe: Probe) -> bool:
-    """Return True if a run uses dropout, for which each framework generates its own masks."""
+    """Return True if a run uses dropout, so that the reference can't provide the expected results."""
     rates = probe.config.dropout
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
 
 def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
-    """Return the shards' contributions to the first gradient, for each way to divide the rows."""
+    """Return the contributions of the shards to the first gradient, once for each possible division of the rows."""
     probe, start = run.probe, run.start
     if draws(probe):
         return []
@@ -114,7 +117,7 @@ def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
 
 
 def tensors(seen: Seen) -> dict[str, ndarray]:
-    """Return the results of a process as tensors by name, in the order in which a bug affects them."""
+    """Return the results of a process as tensors by name. Tensors that a bug affects first come first."""
     numbers: dict[str, ndarray] = {}
     reported: dict[str, Sequence[float]] = {
         LOSS: seen.losses,
@@ -145,7 +148,7 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
 def _tensors(
     author: Author, run: DeviceRun, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
 ) -> Iterator[Finding]:
-    """Compare each tensor with its expected value. Its error is the maximum over all processes."""
+    """Compare each tensor with its expected value. The error of a tensor is its largest error in any process."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
     mixed = run.probe.settings.mixed_bfloat16
     rounded = None if one_device is None else tensors(one_device)
@@ -167,34 +170,34 @@ def _tensors(
 
 
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
-    """Return the maximum allowed error. It is fixed in float64 and otherwise depends on the errors on one device."""
+    """Return the tolerance of a tensor. In lower precision than float64, it depends on the errors on one device."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
         return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
-    # Tensors that depend linearly on a gradient may have the same error as the gradient, and squares twice that error.
+    # A tensor that depends linearly on the gradient has the same relative error, and a square has twice this error.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
     return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
 
 
 def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the tolerance of a tensor on one device."""
+    """Return the tolerance that checks on one device use for a tensor."""
     if name.startswith("step "):
         return steps.tolerance(name, dtype)
     return gradients.tolerance(name, dtype, baseline, whole)
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
-    """Return the error of a tensor, which is infinite if the shape differs or if any value is NaN or infinite."""
+    """Return the error of a tensor; infinite if its shape is wrong or if it contains NaN or infinity."""
     if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
         return math.inf
     return training_error(name, found, wanted)
 
 
 def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Check that a parameter's replicas are identical and that the plan's sharded parameters are in fact sharded."""
+    """Check that all replicas of a parameter are identical, and that parameters are sharded as the plan specifies."""
     held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
     problem = ""
     if apart := held.apart():
@@ -224,14 +227,14 @@ def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> s
     """Return an error message if a device stores too many parameter elements for the plan, else an empty string."""
     every = sum(map(math.prod, shapes.values()))
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
-    if most <= (due + every) / 2:  # a framework may shard fewer parameters than the plan lists, but not much fewer
+    if most <= (due + every) / 2:  # tolerate frameworks that shard a few parameters less than the plan specifies
         return ""
     return f"a device must store about {due / every:.0%} of all parameter elements: one stores {most / every:.0%}"
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The shards of each parameter, by name. A shard has a device, a position in the full parameter, and a hash."""
+    """The shards of each parameter on all devices. ``parts`` contains the device, position, and hash of each shard."""
 
     parts: Mapping[str, list[Held]]
 
@@ -245,11 +248,11 @@ class Holdings:
         return cls(parts)
 
     def places(self, name: str) -> set[Place]:
-        """Return the positions in a parameter that are stored on at least one device."""
+        """Return the positions of the shards of a parameter, without duplicates."""
         return {place for _, place, _ in self.parts[name]}
 
     def apart(self) -> list[str]:
-        """Return the parameters for which two devices store different values of the same shard."""
+        """Return the names of the parameters for which two devices store different values of the same shard."""
         return [
             name
             for name, held in self.parts.items()

@@ -1,9 +1,9 @@
-"""Environment variables for processes on one machine that train one model together.
+"""Environment variables for processes that train one model together on one machine.
 
-This module chooses the network ports before any process listens on them, and reserves them until the run ends. To do
-so, it binds a socket to each port without listening, so that the operating system doesn't assign the port to other
-programs. On Linux, the framework's server can still bind to the port, because both sockets set SO_REUSEADDR. As a
-result, the parent process doesn't have to run the server or import the framework.
+The parent process chooses the network ports before the workers start, and reserves these ports until the run ends. To
+reserve a port, it binds a socket to the port without listening, so the operating system doesn't assign the port to
+other programs. On Linux, the server of the framework can still bind to the port, because both sockets set SO_REUSEADDR.
+The parent process therefore doesn't need to run the server or import the framework.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
 
     Args:
         backend: Name of the backend or of a user's port.
-        plan: The plan.
+        plan: The parallelism plan.
         asked: Requested number of processes; None for the default.
 
     Raises:
@@ -49,14 +49,14 @@ def environments(backend: str, devices: int, processes: int) -> Iterator[list[di
     """Yield the environment variables for each process, and reserve the network ports until the ``with`` block ends.
 
     Args:
-        backend: A name in ``PORTS``, or a user's port, which gets the same variables as with torchrun.
+        backend: A name in ``PORTS``, or a user's port. User ports get the variables that torchrun sets.
         devices: Total number of devices across all processes.
-        processes: Number of processes, each of which has the same number of devices.
+        processes: Number of processes, among which the devices are divided evenly.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(processes)]
         ports = [_bound(one) for one in sockets]
-        if sys.platform != "linux":  # on other systems, a reserved port can't be bound a second time
+        if sys.platform != "linux":  # other systems don't allow a second socket to bind to the port
             stack.close()
         if backend == "jax":
             yield _of_jax(devices // processes, processes, ports)
@@ -69,7 +69,7 @@ def environments(backend: str, devices: int, processes: int) -> Iterator[list[di
 
 
 def _bound(one: socket.socket) -> int:
-    """Bind a socket to a free network port on all addresses of this machine, and return the port."""
+    """Bind a socket to a free network port on all addresses of this machine, and return the port number."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     one.bind(("", 0))
     return one.getsockname()[1]

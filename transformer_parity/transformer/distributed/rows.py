@@ -1,8 +1,8 @@
-"""Determine which rows each process of a user's port reads.
+"""Determine which rows of a batch each process of a user's port reads.
 
-Every shard receives a batch with different sentences. A gradient is the sum of the gradients of all rows that were
-read. The reference computes the gradient of every row in every batch, so the solution of a linear system shows which
-rows were read. If processes exchange gradients, a gradient also includes rows from other shards.
+Each shard receives a batch with different sentences. The gradient that a process returns is the sum of the gradients of
+all rows that the processes read. The reference computes the gradient of every row in every batch. The solution of a
+linear system then shows which rows the processes have read.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformer_parity.transformer.distributed.worker import Seen, own_batch
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
-EXACT = 1e-6  # maximum relative residual of a gradient that is a sum over rows
-READ = 0.01  # minimum coefficient of a row that was read; the exact value is 1
+EXACT = 1e-6  # maximum relative residual if the gradient is a sum of the gradients of rows
+READ = 0.01  # minimum coefficient of a row that a process has read; the exact coefficient is 1
 LOSS = 1e-9  # maximum relative error of a loss
 
 
@@ -28,7 +28,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
 
     Args:
         probe: The run, with the config of the port.
-        plan: The parallelism plan. Processes are numbered in row-major order over ``data``, ``fsdp``, and ``tensor``.
+        plan: The parallelism plan. The axes ``data``, ``fsdp``, and ``tensor`` number the processes in row-major order.
         seen: Results of each process.
     """
     batches = [own_batch(probe, shard) for shard in range(plan.shards)]
@@ -58,7 +58,7 @@ def _vector(gradient: Mapping[str, ndarray]) -> ndarray:
 
 
 def _reads_problem(process: int, reads: ndarray, plan: Plan) -> str:
-    """Return an error message if the wrong rows contribute to a process's gradient, else an empty string.
+    """Return an error message if the wrong rows contribute to the gradient of a process, else an empty string.
 
     Args:
         process: Number of the process.
@@ -80,7 +80,7 @@ def _reads_problem(process: int, reads: ndarray, plan: Plan) -> str:
 
 
 def _loss_problem(process: int, reads: ndarray, one: Seen, probe: Probe, batches: Sequence[Batch]) -> str:
-    """Return an error message if, according to the loss, ``train_step`` and ``gradients`` read different rows."""
+    """Return an error message if the loss shows that ``train_step`` reads different rows than ``gradients``."""
     weights = one.snapshots[probe.steps].weights
     if {name: array.shape for name, array in weights.items()} != parameter_shapes(probe.config):
         return ""  # the comparison of the weights reports this error

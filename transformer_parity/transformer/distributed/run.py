@@ -1,4 +1,4 @@
-"""Start and control the processes that perform a run on multiple devices, each with its own environment variables."""
+"""Start and control the processes that perform a run on multiple devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_spec.parallel_plan import Plan
 
 WORK = "transformer_parity.transformer.distributed.worker:work"  # entry point of a process
-ALL_PLANS = ("numpy", "jax")  # one process can run plans of all sizes, because a mesh may omit devices
-# float64 runs only compare the formulas, so they don't require XLA's optimizations.
+ALL_PLANS = ("numpy", "jax")  # one process can run plans of all sizes, because meshes can leave devices unused
+# These runs compare formulas, not speed, so they don't need XLA's optimizations.
 LITTLE_OPTIMIZED = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
@@ -25,10 +25,10 @@ class GroupError(Exception):
 
 
 class TrainingGroup:
-    """The processes of one framework, which perform one run at a time together.
+    """The processes of one framework, which together perform one run at a time.
 
     Attributes:
-        environment: Package versions and settings in the first process; None until the processes are stopped.
+        environment: Package versions and settings of the first process; None until the processes are stopped.
     """
 
     environment: dict[str, str] | None = None
@@ -74,8 +74,8 @@ def group(
         backend: A name in ``PORTS``, or a user's port.
         devices: Total number of devices across all processes.
         processes: Number of processes; None for the default of the framework.
-        timeout: Seconds without a message, not including waits for a processor, after which all processes are stopped.
-            None disables the limit.
+        timeout: Seconds without a message after which all processes are stopped. Time that the processes spend waiting
+            for a processor is not included. None disables the limit.
         python: Path of the Python interpreter.
 
     Raises:
@@ -94,7 +94,7 @@ def group(
 
 
 def devices_needed(backend: str, plans: Sequence[Plan], processes: int | None) -> list[tuple[int, list[Plan]]]:
-    """Group plans that can share processes, and return each group's number of devices and plans."""
+    """Group the plans that can use the same processes. For each group, return the number of devices and the plans."""
     if backend in ALL_PLANS and processes in (None, 1):
         return [(max(plan.devices for plan in plans), list(plans))]
     sizes = dict.fromkeys(plan.devices for plan in plans)

@@ -1,9 +1,10 @@
 """Identify bugs in distributed training from the coefficient of each shard's contribution to the reduced gradient.
 
-The gradient of a batch is the sum of its shards' contributions, which the reference computes. If a gradient is wrong,
-solving a linear system yields the coefficient of each contribution, and the coefficients identify the bug. For example,
-(1/2, 1/2) indicates a mean instead of a sum, (1, 0) a missing reduction, and N / (W n) a mean of the shards' own means,
-where N is the number of target tokens in the batch, n is the number in a shard, and W is the number of shards.
+The correct gradient of a batch is the sum of the contributions of all shards, which the reference computes. If the
+gradient is wrong, solving a linear system yields the coefficient of each contribution, which identifies the bug.
+For example, (1/2, 1/2) indicates that the gradient is a mean instead of a sum, and (1, 0) indicates that it was not
+reduced. N / (W n) indicates that each shard computed its own mean, where N is the number of target tokens in the batch,
+n is the number of target tokens in the shard, and W is the number of shards.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from transformer_parity.transformer.stages.training_stage import WHOLE, training
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
 EXACT = 1e-8  # relative tolerance for comparing two numbers
-ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # maximum relative rounding error
+ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # maximum relative rounding error of each dtype
 MOST = 3  # maximum number of groups of tensors in a message
-# Endings of messages that ``compare`` extends.
+# ``compare`` adds details to messages that end with one of these texts.
 LATER, ONE_SHARD = "later steps differ", "the norm of one shard only"
 NO_TOKENS = "not finite, as after dividing by the token count of a shard without tokens"
 Vectors = Mapping[str, ndarray]
@@ -33,13 +34,13 @@ Vectors = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Contributions:
-    """The contributions of every shard in every micro-batch to the gradient.
+    """The contribution of every shard in every micro-batch to the gradient.
 
     Attributes:
         tokens: Number of target tokens [micro-batches, shards].
         losses: Loss per target token [micro-batches, shards].
-        gradients: Contributions to the gradient, divided by the number of tokens in the full batch. The shards of a
-            micro-batch are adjacent.
+        gradients: Contributions to the gradient, divided by the number of tokens in the full batch. The shards of each
+            micro-batch are adjacent in the list.
     """
 
     tokens: ndarray
@@ -53,7 +54,7 @@ class Contributions:
         Args:
             probe: Model, settings, and batches.
             weights: Weights of the model.
-            step: Number of the step, which selects the batch.
+            step: Number of the step whose batch is used.
             rows: Row numbers of each shard in each micro-batch, as returned by ``divisions``.
         """
         model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64", fast=False), probe.config.pad_id
@@ -77,9 +78,9 @@ class Contributions:
         return any(self.coefficients(name, gradient[name]) is not None for name in names)
 
     def coefficients(self, name: str, gradient: ndarray) -> ndarray | None:
-        """Return the coefficient of each contribution in a gradient [micro-batches, shards].
+        """Return the coefficients [micro-batches, shards] of the contributions whose sum is the given gradient.
 
-        A coefficient is NaN if its contribution is zero. If the gradient isn't a linear combination of the
+        The coefficient of a contribution that is zero is NaN. If the gradient isn't a linear combination of the
         contributions, return None.
         """
         basis = np.stack([np.ravel(of_part[name]) for of_part in self.gradients], 1)
@@ -99,8 +100,8 @@ def divisions(rows: int, micro_batches: int, shards: int) -> list[ndarray]:
     """Return the possible ways to divide a batch among micro-batches and shards.
 
     A trainer may first divide the batch into micro-batches and then assign adjacent rows, or every ``shards``-th row,
-    to each shard. Alternatively, it may first divide the batch into shards of adjacent rows. Each way is an array of
-    row numbers [micro-batches, shards, R], in which padding rows have the number -1.
+    to each shard. Alternatively, it may first divide the batch into shards of adjacent rows. Each division is an array
+    of row numbers [micro-batches, shards, R], in which padding rows have the number -1.
     """
     numbers = np.arange(rows)[:, None]
     found = [spread(numbers, micro_batches, shards, -1)]
@@ -111,14 +112,15 @@ def divisions(rows: int, micro_batches: int, shards: int) -> list[ndarray]:
 
 
 def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return a message that describes the errors in the loss, gradient, and norm, and the bug that explains them.
+    """Return a message about the errors in the loss, the gradient, and the norm, and about the bug that explains them.
 
-    The message is empty if nothing is known about the errors.
+    The message is empty if the function doesn't recognize the errors.
 
     Args:
         seen: Results of the process with the largest error.
         expected: Results on one device.
-        ways: The shards' contributions to the first gradient for each way to divide the rows; empty with dropout.
+        ways: Contributions of the shards to the first gradient, for each possible division of the rows; empty if the
+            run uses dropout.
         plan: The parallelism plan.
     """
     if not seen.losses or not expected.losses or seen.gradient.keys() != expected.gradient.keys():
@@ -154,9 +156,9 @@ def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
 
 
 def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Contributions | None) -> str:
-    """Return the dtype in which the contributions were summed if its rounding explains all errors.
+    """Return the dtype in which the contributions were summed, if rounding to this dtype explains all errors.
 
-    Otherwise, return an empty string.
+    Return an empty string otherwise.
     """
     if contributions is None:
         return ""
@@ -172,7 +174,7 @@ def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Co
 
 
 def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributions | None) -> tuple[str, str]:
-    """Return a description of a wrong gradient and, if known, the coefficients of the contributions."""
+    """Return a description of a wrong gradient, and the coefficients of the contributions as text if they are known."""
     if not np.isfinite(seen.gradient[name]).all():
         return NO_TOKENS, ""
     if contributions is None:
@@ -190,9 +192,9 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
 
     Args:
         shards: Coefficients [micro-batches, shards]. NaN matches any number.
-        contributions: The contributions to which the coefficients belong.
-        loss: Loss of the step divided by the expected loss.
-        counted: Number of tokens in the step divided by the expected number; None if unknown.
+        contributions: The contributions, in the same order as the coefficients.
+        loss: Ratio of the loss to the expected loss.
+        counted: Ratio of the number of tokens to the expected number; None if unknown.
     """
     (micro_batches, width), tokens = shards.shape, contributions.tokens
     with np.errstate(divide="ignore", invalid="ignore"):  # a shard may have no tokens
@@ -216,12 +218,12 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
     if what := next((what for what, pattern in patterns if width > 1 and _near(shards, pattern)), ""):
         return what
     present = [shard for shard in range(width) if not _near(shards[:, shard], 0.0)]
-    if not present:  # a shard whose contribution is zero
+    if not present:  # shards with NaN have a contribution of zero
         present = [shard for shard in range(width) if np.isnan(shards[:, shard]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
-    if counted is None:  # guess the token count: all devices may have trained on one shard's rows
+    if counted is None:  # estimate the ratio: all devices may have trained on the rows of one shard
         counted = of_present if _near(shards[:, present] * of_present, width) else 1.0
-    shards = shards * counted  # how many times each shard's rows are included
+    shards = shards * counted  # number of times that the rows of each shard are included
     if len(shards) > 1 and _near(shards[-1], 1.0):
         return "correct only in the last micro-batch: earlier micro-batches are not reduced"
     if len(present) == 1 and width > 1 and _near(shards[:, present[0]], 1.0):
@@ -234,7 +236,7 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
 
 
 def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
-    """Yield descriptions of errors in the loss, norm, update, or gathered state if the gradient is correct."""
+    """Yield descriptions of errors in the loss, the norm, the update, or the gathered state, for a correct gradient."""
     factor = seen.norms[0] / expected.norms[0] if seen.norms else 1.0
     loss = seen.losses[0] - expected.losses[0]
     if not math.isfinite(loss):
@@ -293,12 +295,12 @@ def _shown(number: float) -> str:
 
 
 def _near(found: ndarray | float, wanted: ndarray | float) -> bool:
-    """Return True if all numbers match within rounding. NaN matches any number."""
+    """Return True if all numbers match up to rounding errors. NaN matches any number."""
     return not np.any(np.abs(found - wanted) > EXACT * np.maximum(np.abs(wanted), 1.0))
 
 
 def _called(names: Sequence[str], every: Iterable[str]) -> str:
-    """Return a phrase for a group of gradients."""
+    """Return a phrase that describes the named gradients."""
     kinds = {
         "all gradients": lambda name: True,
         "the gradients of the norms": lambda name: "norm." in name,

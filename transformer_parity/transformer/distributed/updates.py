@@ -1,4 +1,4 @@
-"""Identify a bug in the update when the gradient is correct, by running the reference with each known bug."""
+"""Identify bugs that affect only later steps, by running the reference with each known bug."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from transformer_spec.parallel_plan import Plan
 
 STEPS = 4  # number of steps to run
 EXACT = 1e-9  # maximum relative error of the losses
-OF_SHARD = "distributed/data=2/short"  # case for bugs that can occur with any number of data-parallel shards
-OF_PARTS = "distributed/fsdp=2/short"  # case for bugs that can occur with any number of FSDP shards
+OF_SHARD = "distributed/data=2/short"  # bugs for this case can occur with any number of data-parallel shards
+OF_PARTS = "distributed/fsdp=2/short"  # bugs for this case can occur with any number of FSDP shards
 
 
 def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
-    """Return the name of a bug that makes the reference reproduce the observed losses, or an empty string if none does.
+    """Return the name of the bug with which the reference reproduces the losses, or an empty string if there is none.
 
     Args:
         probe: The run, which must start at the first step.
@@ -43,7 +43,7 @@ def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
 
 
 def _losses(bug: Bug, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
-    """Return the reference's losses for the first steps with an injected bug."""
+    """Return the losses of the first steps in the reference with an injected bug."""
     package = edited_package("reference_numpy", tuple(bug.edits["numpy"]))
     model = package.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))

@@ -1,8 +1,9 @@
-"""A worker process, which receives tasks, performs its part of each training run, and sends back the results.
+"""Code of a worker process, which receives tasks, trains together with the other workers, and sends back the results.
 
-``make_mesh`` reads environment variables that define how the processes find each other. PyTorch uses the variables
-that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, and MASTER_PORT. JAX uses JAX_NUM_CPU_DEVICES to create
-multiple devices in one process. TensorFlow needs none, because it divides the CPU of a process itself.
+``make_mesh`` reads environment variables that define the number of processes and how they connect to each other. In
+PyTorch, they are the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, and MASTER_PORT. JAX also
+uses JAX_NUM_CPU_DEVICES to create multiple devices in one process. If TensorFlow runs in one process, it doesn't need
+any variables, because it divides the CPU into logical devices itself.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.training_config import TrainingState
 
-Place = tuple[tuple[int, int], ...]  # start and stop along each axis
-Held = tuple[int, Place, str]  # a shard's device, position in the full parameter, and hash
+Place = tuple[tuple[int, int], ...]  # start and stop of a shard along each axis
+Held = tuple[int, Place, str]  # device of a shard, its position in the full parameter, and its hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
-OWN_LENGTH = 4  # target length in a shard's own batch; the same for all rows, so that all have the same weight
-OWN_STEP = 1000  # step number for a shard's own batch; no run reaches it, so no other batch has the same sentences
+OWN_LENGTH = 4  # length of all targets in a shard's own batch; gives all rows the same weight in the loss
+OWN_STEP = 1000  # first step number for the shards' own batches; no run has this many steps
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run between two steps. Every framework can resume from it with any plan.
+    """The state of a run after a step. Every framework can resume a run from a snapshot, with any plan.
 
     Attributes:
         weights: Weights by canonical name.
@@ -60,13 +61,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One run that the workers perform.
+    """A run that all workers perform together.
 
     Attributes:
         probe: Model, settings, and batches.
         plan: The parallelism plan; None for one device without a mesh.
         start: Snapshot from which the run resumes; None to start at the first step.
-        edits: Bug to inject into the package.
+        edits: Edits to the package that inject a bug; empty for no bug.
     """
 
     probe: Probe
@@ -77,7 +78,7 @@ class TrainingTask:
 
 @dataclass
 class Seen:
-    """The results of one process.
+    """The results of a run in one process.
 
     Attributes:
         first: Number of steps before the snapshot from which the run resumed; 0 if it didn't resume.
@@ -86,12 +87,14 @@ class Seen:
         norms: Gradient norm of each step before clipping; empty for user ports.
         gradient: Full gradient of the first step before clipping.
         snapshots: Snapshots after half of the steps and after the last step, by step.
-        shards: This process's shards of each parameter after the last step.
-        refused: Error message if the framework doesn't support the plan. All other fields are empty in that case.
+        shards: Shards of each parameter that this process stores after the last step.
+        refused: Error message if the framework or the port doesn't support the plan; empty otherwise.
         config: Config of the user's port; None for packages.
-        own_gradient: For user ports with multiple processes, the first gradient when every shard has a different batch.
-        own_loss: Loss of an additional step on these batches.
-        sizes: Number of parameter elements on each device, for user ports whose plan shards parameters.
+        own_gradient: Gradient of the initial model if each shard receives a different batch. Only for user ports with
+            one process per device.
+        own_loss: Loss of an additional training step on these batches.
+        sizes: Number of parameter elements on each device. Only for user ports with a plan that shards parameters or
+            with one process.
     """
 
     first: int = 0
@@ -114,8 +117,9 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
     Args:
         package: One of the four packages.
         task: The run.
-        meshes: Cache of meshes by plan. In TensorFlow, two meshes with the same devices interfere with each other.
-        fast: False to compute each formula exactly as written.
+        meshes: Cache of the meshes of earlier runs, by plan. TensorFlow requires this cache, because two meshes with
+            the same devices would interfere with each other.
+        fast: False to disable the fast paths and compute each formula exactly as written.
     """
     probe, plan = task.probe, task.plan
     meshes = {} if meshes is None else meshes
@@ -127,7 +131,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
             return Seen(refused=str(error))
     mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
-    with getattr(mesh, "scope", nullcontext)():  # TensorFlow requires models to be created in the strategy's scope
+    with getattr(mesh, "scope", nullcontext)():  # TensorFlow models must be created in the scope of the strategy
         model = package.Transformer.from_weights(probe.config, weights, probe.dtype, None if mesh else "cpu", fast=fast)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
     first = 0
@@ -152,7 +156,7 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     """Train a user's port in this process and return the results, or None if another process controls all devices.
 
     Args:
-        port: The user's port, whose config replaces the config of the run.
+        port: The user's port. Its config replaces the config of the run, without dropout.
         task: The run. It must start at the first step.
     """
     rank, plan = int(os.environ["RANK"]), task.plan or Plan()
@@ -193,12 +197,12 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
 
 
 def own_batch(probe: Probe, shard: int) -> Batch:
-    """Return a shard's own batch, which has the usual number of rows but different sentences."""
+    """Return a batch for one shard. It has as many rows as the other batches of the run, but different sentences."""
     return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + shard)
 
 
 def _named(batch: Batch) -> dict[str, ndarray]:
-    """Return the arrays of a batch by argument name."""
+    """Return a dict with the arrays of a batch by argument name."""
     return dict(zip(("source_ids", "target_ids", "labels"), batch, strict=True))
 
 
@@ -220,9 +224,9 @@ def digest(array: ndarray) -> str:
 
 
 def work(parent: Parent) -> None:
-    """Receive the name of a port and the environment variables, then perform tasks and send back the results."""
+    """Receive the name of a port and the environment variables. Then perform tasks, and send back their results."""
     backend, environment = parent.receive()
-    os.environ.update(environment)  # before the framework is imported
+    os.environ.update(environment)  # must happen before the framework is imported
     try:
         run, describe = _package(backend) if backend in PORTS else _port(backend)
     except Exception as error:
@@ -240,7 +244,7 @@ def work(parent: Parent) -> None:
 
 
 def _package(backend):
-    """Import one of the four packages, and return a function that trains it and a function that describes it."""
+    """Import one of the four packages, and return a function that performs a task and a function that describes it."""
     provenance.import_packages()
     package, meshes = PORTS[backend].import_package(), dict[Plan, Any]()
     if backend == "jax":
@@ -252,6 +256,6 @@ def _package(backend):
 
 
 def _port(reference):
-    """Import a user's port, and return a function that trains it and a function that describes it."""
+    """Import a user's port, and return a function that performs a task and a function that describes the port."""
     port = PluginPort(reference)
     return partial(train_port, port), port.describe

@@ -1,1 +1,1 @@
-"""The explorer: an interactive HTML page with all taps of one sentence pair, in the reference and in ports."""
+"""Create the explorer, an interactive HTML page that shows all taps of one sentence pair in the reference and ports."""

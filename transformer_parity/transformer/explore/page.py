@@ -1,4 +1,4 @@
-"""Create the page: a self-contained HTML file that doesn't load any other files."""
+"""Create the page of the explorer, a self-contained HTML file that doesn't load any other files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = {INTRODUCED: "introduced here", INHERITED: "inherited", FINE: "within to
 
 
 def write_page(path: Path, view: View, about: Sequence[str]) -> None:
-    """Write the page atomically.
+    """Write the page to a file atomically.
 
     Args:
         path: The path of the file.
@@ -38,12 +38,12 @@ def write_page(path: Path, view: View, about: Sequence[str]) -> None:
 
 
 def page(view: View, about: Sequence[str]) -> str:
-    """Return the HTML of the page."""
+    """Return the HTML code of the page."""
     return environment().get_template("page.html").render(view=view, about=about, **parts([view]))
 
 
 def environment(package: str = "transformer_parity.transformer.explore") -> Environment:
-    """Return a template environment with the templates in a package and the explorer's templates."""
+    """Return a Jinja environment that loads the templates of a package and the templates of the explorer."""
     return Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("transformer_parity.transformer.explore")]),
         autoescape=True,
@@ -54,7 +54,7 @@ def environment(package: str = "transformer_parity.transformer.explore") -> Envi
 
 
 def parts(views: Sequence[View]) -> dict[str, Any]:
-    """Return the variables that a template requires if it includes ``explorer.html``."""
+    """Return the variables for a template that imports ``explorer.html``, to show the given views."""
     return {
         "colors": Markup(page_colors()),
         "explorer_style": Markup((TEMPLATES / "explorer.css").read_text("utf-8")),
@@ -71,21 +71,21 @@ def _explorer(view: View) -> dict[str, Any]:
 
 
 def _script(content: Mapping[str, Any]) -> Markup:
-    """Return JSON that is safe inside a ``<script>`` element."""
+    """Return content as JSON that is safe to embed in a ``<script>`` element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A logarithmic scale of errors."""
+    """A logarithmic scale for errors, from ``10**low`` to ``10**high``."""
 
     low: int
     high: int
 
     @classmethod
     def of(cls, view: View) -> Scale:
-        """Return the smallest scale that contains all errors and tolerances."""
+        """Return the smallest scale that contains all errors and tolerances of a view."""
         entries = [port for tap in view["taps"] for port in tap["ports"] if port is not None]
         numbers = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
         exponents = [math.log10(value) for value in numbers if 0.0 < value < math.inf]
@@ -101,7 +101,7 @@ class Scale:
 
 
 def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
-    """Return the taps grouped by block, in the order of computation, with the positions of their errors."""
+    """Return the taps in the order of computation, grouped by block, with the positions of their errors."""
     blocks: list[dict[str, Any]] = []
     for index, tap in enumerate(view["taps"]):
         block, _, name = tap["name"].rpartition(".")
@@ -112,7 +112,7 @@ def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
 
 
 def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) -> dict[str, Any]:
-    """Return the content of the list entry of one tap."""
+    """Return the content of a tap's entry in the list."""
     shown = {name: entry for name, entry in zip(names, entries, strict=True) if entry is not None}
     verdicts = {name: entry["verdict"] for name, entry in shown.items()}
     worst = next((verdict for verdict in (INTRODUCED, INHERITED) if verdict in verdicts.values()), "")

@@ -1,4 +1,4 @@
-"""Record all taps of the reference and of ports for a batch, and locate the differences of each port."""
+"""Record all taps of the reference and of ports for a batch, and find where each port starts to differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-NEAR = 24  # a tap in a layer can only be an input of this many following taps; a layer has fewer taps
+NEAR = 24  # number of preceding taps to test as inputs of a tap; a layer has fewer taps
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Recording:
         dtype: The dtype in which the ports computed.
         expected: The reference's float64 values by tap, in the order of computation.
         ports: The taps of each port.
-        feeds: The first wrong tap of each port, with the taps from which it is computed.
+        feeds: Maps the first wrong tap of each port to the taps from which it is computed.
     """
 
     dtype: str
@@ -76,12 +76,12 @@ class Recording:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on all ports together, as in ``parity check``."""
+        """The combined verdict on all ports, according to the rules of ``parity check``."""
         return Verdict.of(self.findings)
 
     @property
     def sentence(self) -> int:
-        """The index of the sentence to show: the one in which the first wrong tap differs most, otherwise 0."""
+        """The index of the sentence in which the first wrong tap has the largest error; 0 if no tap is wrong."""
         for port in self.ports:
             name = port.first_over
             if name is not None and port.actual[name].shape == self.expected[name].shape:
@@ -98,7 +98,7 @@ def record(
     dtype: str,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Recording:
-    """Run the reference and each port on a batch.
+    """Run the reference and each port on a batch, and record their taps.
 
     Args:
         config: The config of the model.
@@ -127,13 +127,13 @@ def record(
             raise UsageError(str(error)) from error
         except (UsageError, MemoryError):
             raise
-        except Exception as error:  # a port may raise any exception
+        except Exception as error:  # ports may raise any exception
             raise UsageError(f"{port.name}: {described(error)}") from error
     return recording_of(found, subject)
 
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
-    """Return the recording that corresponds to the evidence from the localization."""
+    """Return a recording with the taps in the evidence about each port."""
     expected = subject.run(subject.truth, {})
     baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
@@ -141,7 +141,7 @@ def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
 
 
 def _marks(evidence: Evidence, baseline: Mapping[str, float], dtype: str) -> list[Mark]:
-    """Return the marks of a port with the tolerances of a full run, in which rounding errors accumulate over taps."""
+    """Return the marks of a port, with tolerances for a full run, in which rounding errors accumulate over taps."""
     marks = []
     for mark in evidence.blame.marks:
         allowed = tolerance(mark.name, dtype, baseline.get(mark.name, 0.0))
@@ -157,7 +157,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the inputs of a tap, which are the taps whose perturbation changes it while all other taps are fixed."""
+    """Return the inputs of a tap: all taps that change its value if only they are perturbed."""
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

@@ -3,8 +3,8 @@
 The page contains the full values of attention scores, attention weights, the first wrong tap, and the inputs of this
 tap. For all other taps, it contains only norms over the channels.
 
-All values are float32 and stored in one buffer. For better compression, each value of a port is XORed with the
-reference value, which leaves few nonzero bits, and bytes of the same significance are stored together.
+All values are stored as float32 in one buffer. For better compression, each value of a port is XORed with the value of
+the reference, so that few bits are nonzero. In addition, bytes of the same significance are stored next to each other.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-# Maximum number of values in all scores and weights; enough for 20 source and 20 target tokens and the base model.
+# Maximum total number of values in all scores and weights. The base model needs fewer for 20 source and target tokens.
 MOST_WEIGHTS = 150_000
-MOST_CHANNELS = 2048  # maximum number of channels of a tap with full values
+MOST_CHANNELS = 2048  # maximum number of channels for which full values are stored
 SIDES = ("source", "target")
 
 
 class Buffer:
-    """A buffer of float32 values."""
+    """A buffer that stores float32 values and encodes them as text."""
 
     def __init__(self) -> None:
         self.parts: list[ndarray] = []
         self.size = 0
 
     def add(self, values: ndarray, relative_to: ndarray | None = None) -> int:
-        """Append values, XORed with ``relative_to`` if given, and return the offset of the first one."""
+        """Append values, XORed with ``relative_to`` if given, and return the offset of the first value."""
         bits = _bits(values)
         place, self.size = self.size, self.size + bits.size
         self.parts.append(bits if relative_to is None else bits ^ _bits(relative_to))
         return place
 
     def encoded(self) -> str:
-        """Return the content as base64 of compressed bytes: first the lowest byte of each value, last the highest."""
+        """Return the compressed content as base64. The lowest bytes of all values come first."""
         bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
         planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
         return base64.b64encode(zlib.compress(planes, 9)).decode()
@@ -56,7 +56,7 @@ def _bits(values: ndarray) -> ndarray:
 
 
 def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
-    """Return the data that the page shows as built-in Python types.
+    """Return the data that the page shows, as built-in Python types.
 
     Args:
         recording: The taps of a batch. The page shows only one sentence of the batch.
@@ -85,7 +85,7 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
 
 
 def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
-    """Return the data that a report shows for a case that differs, with tokens as IDs."""
+    """Return the data that a report shows about a differing case. Tokens are shown as IDs."""
     config = subject.case.config
     special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
     tokens = {
@@ -107,9 +107,9 @@ def keys_of(tap: str) -> str:
 
 
 def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]) -> tuple[dict[str, slice], list[str]]:
-    """Return the positions to show for each side, and notes about omitted positions.
+    """Return the positions to show for source and target, and notes about omitted positions.
 
-    If the sentence is too long, show only positions around the one with the largest difference.
+    If the sentence is too long, show only the positions around the largest difference.
     """
     heads = [value.shape[1] for name, value in recording.expected.items() if name.rpartition(".")[2] in ATTENTION]
     most = max(8, math.isqrt(MOST_WEIGHTS // max(sum(heads), 1)))
@@ -127,7 +127,7 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 
 
 def _worst(recording: Recording, row: int, side: str) -> int:
-    """Return the position at which a side's first wrong tap differs most, or 0 if there is no such tap."""
+    """Return the position with the largest error in the first wrong tap on a side, or 0 if there is no such tap."""
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:
@@ -146,7 +146,7 @@ class _Tap:
         self.is_full = self.is_attention or name in of_interest
 
     def entry(self, windows: Mapping[str, slice], buffer: Buffer) -> dict[str, Any]:
-        """Return the tap's data, and append its values to the buffer."""
+        """Return the data of the tap, and append its values to the buffer."""
         expected = self._cut(self.recording.expected[self.name], windows)
         found = [self._of_port(port, windows) for port in self.recording.ports]
         entry: dict[str, Any] = {"name": self.name, "full": self.is_full, "rows": side_of(self.name), "note": ""}
@@ -168,13 +168,13 @@ class _Tap:
         return entry
 
     def _cut(self, value: ndarray, windows: Mapping[str, slice]) -> ndarray:
-        """Return the heads [N, L, n] of a value, limited to the shown sentence and positions."""
+        """Return the values of all heads [N, L, n] for the sentence and the positions to show."""
         value = value[self.row]
         value = value.reshape(-1, *value.shape[-2:])[:, windows[side_of(self.name)]]
         return value[..., windows[keys_of(self.name)]] if self.is_attention else value
 
     def _of_port(self, port: Recorded, windows: Mapping[str, slice]) -> ndarray | None:
-        """Return the same part of a port's value, or None if this value has a different shape."""
+        """Return the values of a port to show, or None if the tap has the wrong shape in this port."""
         value = port.actual.get(self.name)
         if value is None or value.shape != self.recording.expected[self.name].shape:
             return None
@@ -183,7 +183,7 @@ class _Tap:
     def _port_entry(
         self, port: Recorded, value: ndarray | None, expected: ndarray, buffer: Buffer
     ) -> dict[str, Any] | None:
-        """Return a port's errors and the offsets of its values, or None if the port doesn't report this tap."""
+        """Return the errors of a port and the offsets of its values, or None if the port doesn't return this tap."""
         mark = next((mark for mark in port.marks if mark.name == self.name), None)
         if mark is None:
             return None
@@ -198,7 +198,7 @@ class _Tap:
             return {**entry, "problem": f"the shape is {list(theirs)} instead of {list(ours)}"}
         if self.is_full:
             return {**entry, "values": buffer.add(value, expected)}
-        with np.errstate(all="ignore"):  # wrong values may overflow
+        with np.errstate(all="ignore"):  # values of an incorrect port may overflow
             norms, apart = (np.linalg.norm(one, axis=-1) for one in (value, value - expected))
         place = buffer.add(norms, np.linalg.norm(expected, axis=-1))
         return {**entry, "values": place, "apart": buffer.add(apart)}
@@ -214,5 +214,5 @@ def _channels(expected: ndarray, found: Sequence[ndarray | None]) -> ndarray:
 
 
 def _number(value: float) -> float | str:
-    """Return a number, or convert it to a string if it is infinite or NaN, which JSON doesn't support."""
+    """Return a finite number unchanged, and infinity or NaN as a string, because JSON doesn't support them."""
     return value if math.isfinite(value) else str(value)

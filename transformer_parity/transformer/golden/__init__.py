@@ -1,1 +1,1 @@
-"""Golden vectors: files with a model's outputs, and functions that write, read, and compare them."""
+"""Golden vectors: files with the tensors that a model computes, and functions that write, read, and compare them."""

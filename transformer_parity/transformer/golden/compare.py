@@ -1,7 +1,7 @@
 """Compare two directories of golden vectors.
 
-Directory A defines the task: config, weights, inputs, and cases. The NumPy reference recomputes every case, and both
-directories are compared with the reference's results, so A can't hide its own errors.
+Directory A defines the task: config, weights, inputs, and cases. The NumPy reference recomputes every case, and the
+tensors of both directories are compared with the results of the reference. Errors in A are therefore also detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COPIED = "the bytes are equal to A's, so they were copied, not computed"
 
 
 def outputs(case: Case, dtype: str, directory: GoldenDirectory) -> Outputs:
-    """Return the tensors that a directory contains for a case, in the form in which a port returns its outputs.
+    """Return the tensors that a directory contains for a case, as if a port had returned them.
 
     Args:
         case: The case.
@@ -59,7 +59,7 @@ class DirectoryPair:
     Attributes:
         name: Name of the model; empty if there is only one model.
         truth: Directory A, which defines the task.
-        candidate: Directory B, whose results are compared.
+        candidate: Directory B, which is compared with the reference.
         stages: Names of the requested stages.
     """
 
@@ -85,7 +85,7 @@ class DirectoryPair:
 
     @property
     def asked(self) -> Coverage:
-        """The comparisons that are required for a verdict: each stage of A, in the dtypes of B."""
+        """The comparisons that a complete check requires: A's cases in the requested stages, in the dtypes of B."""
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
@@ -95,7 +95,7 @@ class DirectoryPair:
 
     @property
     def not_tested(self) -> list[str]:
-        """The dtypes that are only in A, and the stages that were not requested."""
+        """Descriptions of the dtypes that B lacks and of the stages that were not requested."""
         label = f"{self.backend}: "
         left = [f"{label}{dtype} (not in B)" for dtype in self.truth.dtypes if dtype not in self.candidate.dtypes]
         held = dict.fromkeys(case.stage for case in self.truth.cases)
@@ -103,11 +103,11 @@ class DirectoryPair:
 
 
 def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[DirectoryPair]:
-    """Read both sides. Each side contains either one model or multiple models, whose names must match.
+    """Read the golden vectors of one or more models from two directories. The models must have the same names in both.
 
     Raises:
-        OSError: If there are no golden vectors, or a file can't be read.
-        ValueError: If a file doesn't match its manifest, or the two sides don't contain the same models.
+        OSError: If a directory contains no golden vectors, or if a file can't be read.
+        ValueError: If a file doesn't match its manifest, or if the directories don't contain the same models.
     """
     ours, theirs = vectors.find(truth), vectors.find(candidate)
     if ours.keys() != theirs.keys():
@@ -117,7 +117,7 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGE
 
 
 def compare_directories(pair: DirectoryPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
-    """Compare every tensor of B with the results of the reference for A's weights and inputs.
+    """Compare every tensor of B with the result of the reference, which uses the weights and inputs of A.
 
     Args:
         pair: The two directories.
@@ -180,7 +180,7 @@ def _compare_case(pair: DirectoryPair, case: Case, dtype: str, reference: Refere
 
 
 def investigate(pair: DirectoryPair, findings: Sequence[Finding]) -> list[FailureReport]:
-    """Return reports on the origins and causes of differences, based only on B's tensors."""
+    """Return reports on where differences start and on their causes, based only on the tensors in B."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 
     def shown(case: Case) -> dict[str, ndarray]:

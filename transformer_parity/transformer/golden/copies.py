@@ -1,9 +1,9 @@
-"""Copies: tensors in B that are bitwise identical to A's.
+"""Find tensors in B that were copied from A instead of computed.
 
-Two programs always round differently somewhere, and all values computed from these results then differ in their last
-bits. Between any two of our five implementations, typically 5% of the values in a tensor are bitwise identical, and
-never more than half. If nearly all values in a tensor are identical to A's, B did not compute the tensor. Tensors that
-all programs compute exactly are excluded (see ``EXACT``).
+Two programs always round some values differently. All values that are computed from these values then differ in their
+last bits. Between any two of our five implementations, typically 5% of the values in a tensor are bitwise identical,
+and never more than half. If nearly all values of a tensor are identical in A and B, B did not compute the tensor. This
+test excludes tensors that all programs compute exactly (see ``EXACT``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenDirectory
 
-MANY = 32  # minimum size of a tensor that is judged by itself
-FEW = 8  # minimum total size of a stage's smaller tensors, which are judged together
+MANY = 32  # minimum number of values for testing a tensor individually
+FEW = 8  # minimum total number of values in the smaller tensors of a stage, which are tested together
 NEARLY_ALL = 0.9  # fraction of identical values above which a tensor is a copy
-# Tensors that different programs compute from the same bits with the same few operations. The first step of Adam moves
-# each weight by the learning rate, regardless of the gradient.
+# Tensors that different programs compute with the same few operations from identical values. In step 1, Adam moves each
+# weight by the learning rate, regardless of the size of the gradient.
 EXACT = (
     "source_embedding.*",
     "target_embedding.*",
@@ -31,14 +31,14 @@ EXACT = (
     "decoder.layers.0.cross_attention.query",
     "step 1 weight *",
 )
-MOVED = 0.1  # if training changes a weight by more than this, relative to its value, rounding affects its bits
+MOVED = 0.1  # minimum relative change of a weight in training; weights that change less may have identical bits
 Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
-    """Return the names of B's tensors that are copies of A's, by case and dtype.
+    """Return the names of the tensors in B that are copies of tensors in A, by case and dtype.
 
-    If a case contains a copy, list every tensor in the case that is identical to A's, including those in ``EXACT``.
+    If a case contains a copy, the result lists all its tensors that are identical in A and B, including ``EXACT``.
 
     Args:
         truth: Directory A.
@@ -71,7 +71,7 @@ def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Itera
 
 
 def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> ndarray:
-    """Return a boolean array: for each number that is subject to rounding, whether it equals A's."""
+    """Return, for each number that is subject to rounding errors, whether it is identical in A and B."""
     mine, nothing = theirs[name], np.zeros(0, bool)
     if mine.dtype.kind != "f" or any(fnmatchcase(name, pattern) for pattern in EXACT):
         return nothing
@@ -80,7 +80,7 @@ def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> 
         rounded &= np.abs(mine - initial) > MOVED * np.abs(mine)
     if name not in ours or (ours[name].dtype, ours[name].shape) != (mine.dtype, mine.shape):
         return np.zeros(rounded.sum(), bool)
-    numbers, first = np.unique(mine[rounded], return_index=True)  # masks and single keys lead to repeated numbers
+    numbers, first = np.unique(mine[rounded], return_index=True)  # count repeated numbers only once
     return ours[name][rounded][first] == numbers
 
 
@@ -93,7 +93,7 @@ def _equal_tensors(ours: Arrays, theirs: Arrays) -> list[str]:
 
 
 def copies_in_words(copied: Mapping[Place, list[str]]) -> str:
-    """Return a sentence that lists some of the copies and explains how to remove them."""
+    """Return a sentence that lists some of the copied tensors and explains how to replace them."""
     (case, dtype), names = next(iter(copied.items()))
     number = sum(map(len, copied.values()))
     return (

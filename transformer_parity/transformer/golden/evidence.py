@@ -1,4 +1,4 @@
-"""Check that golden vectors can detect errors: A's model and inputs must reveal an incorrect program."""
+"""Check that a comparison of golden vectors would detect an incorrect program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirector
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
-# Tensors in each stage of which B must contain at least half. These are results, because all other tensors may agree
-# even if a program is incorrect.
+# Patterns for the names of the results in each stage. B must contain at least half of the results, because the other
+# tensors may agree even if a program is incorrect.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 
 def gaps(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield the reasons why an incorrect program could agree.
+    """Yield the reasons why an incorrect program may pass the comparison.
 
     Args:
         truth: Directory A, which defines the model and the inputs.

@@ -25,7 +25,7 @@ from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS
 
 Progress = Callable[[str], None]
-PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ only in sizes and dropout rates
+PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # other presets differ only in sizes and dropout rates
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 
 
@@ -38,12 +38,12 @@ def words(entry: LeftOut) -> str:
 
 
 def golden_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases for ports, without dropout in their configs and without inputs that a search doesn't use.
+    """Return the cases to write. Their configs have no dropout, and searches have only source IDs as inputs.
 
-    Files don't record the order of calls. Therefore, a case with preceding calls is treated like any other batch and is
-    omitted if an earlier case has the same model and shapes. The cases with the large vocabulary and the longest
-    sentence are also omitted because of their size. Gradients of large logits are omitted because a saturated softmax
-    is bitwise identical in all programs.
+    Golden vectors don't record calls before a case. Therefore, a case with such calls is omitted if an earlier case has
+    the same model and shapes, and becomes an ordinary case otherwise. The cases with the large vocabulary and the
+    longest sentence are omitted because of their size. Gradients of large logits are omitted because the results of a
+    saturated softmax are bitwise identical in all programs.
     """
     config = config.replace(dropout=NO_DROPOUT)
     found: dict[object, Case] = {}
@@ -59,7 +59,7 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
 
 
 def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str) -> dict[str, Any]:
-    """Return a description of the port and the machine, after checking that the port can run here."""
+    """Check that the port can run on this machine, and return a description of the port and the machine."""
     if isinstance(port, PluginPort):
         return {"name": port.name, "versions": port.describe(), "machine": describe_machine()}
     package = port.import_package()
@@ -71,10 +71,10 @@ def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str)
 def compute(
     port: PackagePort | PluginPort, cases: Sequence[Case], dtypes: Sequence[str], device: str, advance: Progress
 ) -> tuple[list[tuple[Case, dict[str, Tensors]]], list[LeftOut]]:
-    """Run all cases, and return their tensors by dtype and the entries for tensors that the port can't compute.
+    """Run all cases. Return the tensors of each case by dtype, and the entries for tensors that the port can't compute.
 
     Raises:
-        RuntimeError: If a case raises an exception, or the port modifies its inputs.
+        RuntimeError: If the port raises an exception in a case or modifies its inputs.
         TypeError: If the tokens of a search aren't integers.
     """
     known = {case.name: case for case in cases}
@@ -95,7 +95,7 @@ def compute(
 
 
 def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
-    """Return the tensors of a case to write, in the order of computation."""
+    """Return the tensors of a case that belong in the files, in the order of computation."""
     problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
     if problems:
         raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")
@@ -104,4 +104,4 @@ def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
         if tensors[TOKENS].dtype.kind not in "iu":
             raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
         tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
-    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant: combines all the others
+    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant concatenation of gradients

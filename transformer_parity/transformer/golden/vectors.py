@@ -1,8 +1,8 @@
-"""Golden vectors: the results of a small model, in files that any language can read and write.
+"""Golden vectors: files with the results of a small model, which programs in any language can read and write.
 
-A directory contains a model's weights and inputs, and every tensor that was computed from them. Its manifest lists each
-file and each tensor. ``docs/reference/golden-vectors.md`` describes the format. Reading it requires no framework and
-executes no code.
+A directory contains the weights and the inputs of a model, and every tensor that was computed from them. The manifest
+of the directory lists each file and each tensor. ``docs/reference/golden-vectors.md`` describes the format. Reading the
+files requires no framework and executes no code from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tensors that a directory omits and the reason. In names, ``*`` matches any characters."""
+    """Tensors that a directory omits, with the reason. In all names, ``*`` matches any number of characters."""
 
     case: str
     reason: str
@@ -48,22 +48,22 @@ class LeftOut:
     dtype: str = "*"
 
     def covers(self, case: str, dtype: str) -> bool:
-        """Whether the entry applies to a case in a dtype."""
+        """Return whether the entry applies to a case in a dtype."""
         return fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)
 
 
 @dataclass(frozen=True)
 class GoldenDirectory:
-    """Golden vectors that have been read and checked.
+    """Golden vectors that were read from a directory and checked.
 
     Attributes:
         path: Directory that contains the files.
         producer: Name of the program that computed the tensors.
         config: Config of the model.
         weights: Parameters of the model, by canonical name.
-        cases: The cases. ``case.dtypes`` lists the dtypes in which a case was computed.
+        cases: Cases in the directory. ``case.dtypes`` lists the dtypes in which a case was computed.
         dtypes: All dtypes in the directory.
-        left_out: The omitted tensors, with the reasons.
+        left_out: Entries for omitted tensors, with the reasons.
     """
 
     path: Path
@@ -86,11 +86,11 @@ class GoldenDirectory:
         return dict(self._computed[case.name, dtype])
 
     def holds(self, case: Case, dtype: str) -> bool:
-        """Whether the directory contains tensors of a case in a dtype."""
+        """Return whether the directory contains tensors of a case in a dtype."""
         return (case.name, dtype) in self._computed
 
     def why_not(self, case: Case, dtype: str) -> str | None:
-        """Return the reason why a case is omitted entirely, or None if no entry covers it."""
+        """Return the reason why all tensors of a case are omitted in a dtype, or None if there is no such reason."""
         whole = (entry for entry in self.left_out if "*" in entry.tensors)
         return next((entry.reason for entry in whole if entry.covers(case.name, dtype)), None)
 
@@ -101,10 +101,12 @@ def sha256(content: bytes) -> str:
 
 
 def find(path: str | Path) -> dict[str, Path]:
-    """Return the directories of golden vectors at a path by name: the path itself, as "", or its subdirectories.
+    """Return the directories that contain golden vectors, by model name.
+
+    If the path itself contains golden vectors, it has the name "". Otherwise, its subdirectories are searched.
 
     Raises:
-        OSError: If there are no golden vectors.
+        OSError: If the path contains no golden vectors.
     """
     path = Path(path)
     if not path.is_dir():
@@ -121,7 +123,7 @@ def read(path: str | Path) -> GoldenDirectory:
     """Read golden vectors, and check every file against the manifest.
 
     Raises:
-        OSError: If there are no golden vectors, or a file is missing or can't be read.
+        OSError: If the path contains no golden vectors, or if a file is missing or can't be read.
         ValueError: If a file is truncated or modified, contradicts the manifest, or has an unsupported version. The
             message includes the file name.
     """
@@ -178,7 +180,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path, record: dict[str, Any], config: TransformerConfig) -> Path:
-    """Check a weight file, and return its path."""
+    """Check a weight file against the manifest and the config, and return its path."""
     _read_file(path, record)
     weights_file = path / record["file"]
     if difference := differing_fields(load_weights(weights_file)[0], config):
@@ -193,7 +195,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         raise ValueError(f"stage of case {name} must be one of {', '.join(STAGES)}: got {stage!r}")
     kind = STAGES[stage]
     search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
-    if search is not None and search.num_hypotheses != 1:  # differences in additional hypotheses can't be explained
+    if search is not None and search.num_hypotheses != 1:  # the diagnosis doesn't support multiple hypotheses
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     if "weights" in fields:
         weights_file = _read_weights(path, _entry(fields, "weights", dict), config)
@@ -218,7 +220,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
 
 
 def _read_numbers(case: str, fields: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Read an optional list of positive integers."""
+    """Read an optional list of positive integers from the entry of a case."""
     numbers = tuple(_entry({name: [], **fields}, name, list))
     if any(type(number) is not int or number < 1 for number in numbers):
         raise ValueError(f"{name} of case {case} must be positive integers: got {list(numbers)}")
@@ -271,7 +273,7 @@ def _entry(fields: Any, name: str, kind: type) -> Any:
 
 
 def differences(first: GoldenDirectory, second: GoldenDirectory) -> list[str]:
-    """Return the differences between two tasks: config, weights, and the inputs of cases in both directories."""
+    """Return the differences between the tasks of two directories: config, weights, and inputs of common cases."""
     if fields := differing_fields(first.config, second.config):
         return [f"config: {fields}"]
     found = []
@@ -298,7 +300,7 @@ def _differing_case(first: Case, second: Case) -> list[str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
-    """Return the fields in which two configs differ, with both values, or an empty string if there are none."""
+    """Return a text that lists the differing fields of two configs with both values; empty if there are none."""
     ours, theirs = first.to_dict(), second.to_dict()
     return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
 

@@ -34,16 +34,19 @@ def write(
     dtypes: Sequence[str],
     left_out: Iterable[LeftOut] = (),
 ) -> None:
-    """Write golden vectors into an empty directory. Use ``replaced`` to avoid incomplete directories after errors.
+    """Write golden vectors into an empty directory.
+
+    If an error occurs, the directory is incomplete. To avoid this, write into a directory from ``replaced``.
 
     Args:
         path: The directory.
-        producer: Description of the program that computed the tensors: its ``name`` and any other information.
+        producer: Description of the program that computed the tensors, with its ``name`` and any additional entries.
         config: Config of the model.
-        weights: Parameters of the model, by canonical name. Cases with different weights have separate files.
-        computed: The tensors of each case, by dtype and name, in the order of computation.
+        weights: Parameters of the model, by canonical name. The weights of cases that use different weights are
+            written to additional files.
+        computed: Pairs of a case and its tensors, by dtype and name, in the order of computation.
         dtypes: The dtypes to list in the manifest.
-        left_out: The omitted tensors, with the reasons.
+        left_out: Entries for omitted tensors, with the reasons.
 
     Raises:
         OSError: If a file can't be written.
@@ -62,20 +65,21 @@ def write(
         "left_out": [asdict(entry) for entry in left_out],
     }
     text = json.dumps(manifest, indent=1, allow_nan=False)
-    # Write one line for each tensor. A line break inside a JSON string would be escaped as \n.
+    # Write the entry of each tensor on one line. The replacement doesn't affect strings, because JSON escapes line
+    # breaks inside strings as \n.
     text = re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
     (path / MANIFEST).write_text(text + "\n", "utf-8")
 
 
 class _Weights:
-    """The weight files in a directory, one for each model. The first one is named ``WEIGHTS``."""
+    """The weight files in a directory. Each different set of weights has a file, and the first is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config
         self.records: list[tuple[Arrays, dict[str, Any]]] = []
 
     def saved(self, weights: Arrays) -> dict[str, Any]:
-        """Return the manifest entry for the file that contains these weights, and write the file unless it exists."""
+        """Return the manifest entry of the file with the given weights. Write the file if it doesn't exist yet."""
         for known, record in self.records:
             if all(np.array_equal(array, known[name]) for name, array in weights.items()):
                 return record
@@ -124,14 +128,16 @@ def _describe(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``path`` at the end or is deleted if an error occurs.
+    """Yield a temporary directory, and rename it to ``path`` at the end of the ``with`` block.
+
+    If an error occurs, the temporary directory is deleted.
 
     Args:
-        path: The directory to write. It may exist if it is empty.
+        path: The final path of the directory. It must not exist, unless it is empty or ``force`` applies.
         force: Whether to replace existing golden vectors. Other files are never replaced.
 
     Raises:
-        OSError: If ``path`` must not be replaced, or the directory can't be written.
+        OSError: If ``path`` must not be replaced, or if the directory can't be written.
     """
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
@@ -151,7 +157,7 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a directory contains only golden vectors, or only directories of golden vectors."""
+    """Return whether a directory contains only golden vectors, or only subdirectories with golden vectors."""
     if not (path / MANIFEST).is_file():
         return path.is_dir() and all(map(_is_ours, path.iterdir())) and any(path.iterdir())
     try:
@@ -164,7 +170,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Move a finished directory to its path, and restore the old directory if an error occurs."""
+    """Rename a finished directory to its final path. If an error occurs, restore the old directory."""
     old = temporary.with_suffix(".old")
     if path.exists():
         path.rename(old)

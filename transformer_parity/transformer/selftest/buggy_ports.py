@@ -24,7 +24,7 @@ class ConvertedModel:
         self.convert = convert
 
     def export(self) -> dict[str, ndarray]:
-        """Return every parameter by its canonical name, converted back."""
+        """Return all parameters by canonical name, after undoing the conversion."""
         return dict(self.convert(self.loaded.export()))
 
     def __getattr__(self, name: str) -> Any:
@@ -40,17 +40,17 @@ class BuggyPort:
     bug: Bug
 
     def load(self, config: TransformerConfig, weights: Weights, placement: Placement) -> Any:
-        """Build a model. Depending on the bug, use a different config or convert the weights."""
+        """Build a model, with the config and the weights that the bug specifies."""
         loaded = self.port.load(config.replace(**self.bug.config), self.bug.convert(weights), placement)
         return ConvertedModel(loaded, self.bug.convert)
 
     def import_package(self) -> Any:
-        """Return the package that contains the bug."""
+        """Return the edited package."""
         return self.port.import_package()
 
 
 def injected(bug: Bug, backend: str) -> BuggyPort:
-    """Return one of the four packages' ports with an injected bug. The port itself is not modified.
+    """Return the port of a package with an injected bug. The original port is not modified.
 
     Raises:
         MissingFrameworkError: If the framework is not installed.
@@ -59,5 +59,5 @@ def injected(bug: Bug, backend: str) -> BuggyPort:
     port = PORTS[backend]
     port.import_package()
     package = edited_package(port.package, tuple(bug.edits[backend]))
-    fast = port.name != "numpy"  # bugs edit the reference's formulas, and the fast path of other packages
+    fast = port.name != "numpy"  # in NumPy, bugs edit formulas; elsewhere, they may edit the fast path
     return BuggyPort(backend, replace(port, package=package.__name__, fast=fast), bug)

@@ -1,9 +1,12 @@
-"""Mutation test of the comparison: inject every known bug into a port; it must be caught, located, and identified.
+"""Mutation test of the comparison: inject every known bug into a port, and test whether it is found.
 
-- Caught: the comparison fails.
-- Located: the first failing tap is where the bug is, and the replay of every block reports the same tap.
-- Identified: the diagnosis selects the injected bug from all candidates. Bugs that lead to exceptions, wrong shapes,
-  NaN, missing taps, or rounding can't be identified.
+Each bug must be caught, located, and identified:
+
+- Caught: The comparison fails.
+- Located: The first failing tap is the tap that the catalog specifies, and the replay of every block reports the same
+  tap.
+- Identified: The diagnosis selects the injected bug from all candidates. Bugs that lead to exceptions, wrong shapes,
+  NaN, missing taps, or rounding errors can't be identified.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ class Trial:
         part: Part of the bug catalog.
         bug: Name of the bug.
         caught: Whether the comparison fails.
-        located: Whether the first failure is where the bug is, in the comparison and in the replay.
+        located: Whether the comparison and the replay find the first difference at the expected tap.
         named: Whether the diagnosis identifies the bug; None if the bug can't be identified.
-        said: The detail of the first failure, or the diagnosis in words.
+        said: The message about the first failure, or the sentence of the diagnosis.
     """
 
     backend: str
@@ -61,11 +64,11 @@ class Trial:
 
 
 class PartDone:
-    """Message that a process has finished a part of the bug catalog."""
+    """Message that a process sends when it has tested all bugs of a part of the catalog."""
 
 
 def try_out(backend: str, part: str, bug: Bug) -> Trial:
-    """Inject a bug into a port, compare the port with the reference, and diagnose it."""
+    """Inject a bug into a port, compare the port with the reference, and diagnose the difference."""
     case = _case(backend, part, bug)
     kept: Kept = {}
     port = injected(bug, backend)
@@ -83,20 +86,20 @@ def try_out(backend: str, part: str, bug: Bug) -> Trial:
 
 
 def has_a_name(bug: Bug, backend: str) -> bool:
-    """Whether values can identify a bug, which must change them in float64, with taps, and in NumPy."""
+    """Return whether the diagnosis can identify a bug, which must have an effect in float64 and in the reference."""
     if backend in bug.own_numbers:
         return False
     return bug.dtype == "float64" and bug.path != "run" and "numpy" in bug.edits and bool(bug.at)
 
 
 def where_it_is(failures: list[Finding], bug: Bug) -> bool:
-    """Whether the first failure is where the bug is, and all failures have the expected verdict."""
+    """Return whether the first failure is at the expected tap and all failures have the expected verdict."""
     rest = list(failures)
     if bug.announced:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(bug.announced):
             return False
-    if rest and rest[0].tap == WHOLE:  # this tensor combines all others, so it doesn't locate a bug
+    if rest and rest[0].tap == WHOLE:  # this tensor contains all gradients, so it doesn't locate a bug
         del rest[0]
     if not bug.at and bug.path != "run":
         return not rest
@@ -108,7 +111,7 @@ def where_it_is(failures: list[Finding], bug: Bug) -> bool:
 
 
 def _blamed(case: Case, bug: Bug, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
-    """Whether the replay of every block also locates the bug; True if there is nothing to replay."""
+    """Return whether a replay of every block also locates the bug; True if the case can't be replayed."""
     if case.stage not in REPLAYED or bug.dtype != "float64" or bug.path != "taps":
         return True
     if not bug.at or bug.at == LOSS or not shown:
@@ -120,16 +123,16 @@ def _blamed(case: Case, bug: Bug, failures: list[Finding], shown: Mapping[str, A
 
 def _case(backend: str, part: str, bug: Bug) -> Case:
     case = training.CASES.get(bug.case, training.GRADIENTS) if part == "gradient" else cases()[bug.case]
-    if part in TRAINING:  # run only as many steps as the bug requires
+    if part in TRAINING:  # don't run more steps than the bug requires
         case = replace(case, snapshots=(1,) if bug.at.startswith("step 1") else (1, 2))
-    slow = backend != "torch" and bug.path != "fast"  # these backends take long to compile
+    slow = backend != "torch" and bug.path != "fast"  # these backends have a long compile time
     return replace(case, fast=False) if slow else case
 
 
 @contextmanager
 def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
-    """Disable compilation that the bug doesn't require."""
-    # With taps, TensorFlow compiles only searches and steps.
+    """Disable compilation inside a ``with`` statement, unless the bug affects only compiled code."""
+    # If taps are on, TensorFlow compiles only searches and training steps.
     if part in TRAINING or part == "decoding" or (backend == "jax" and bug.path != "fast"):
         with interpreted(backend):
             yield
@@ -138,7 +141,7 @@ def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
 
 
 def _is_named(found: Diagnosis, case: Case, bug: Bug) -> bool:
-    """Whether a diagnosis identifies a bug, either by its name or by an equivalent convention."""
+    """Return whether a diagnosis names a bug, or a convention that makes the same change."""
     known = candidates(case.config, case.stage)
     names = {bug.name, *(other.name for other in known if content(other) == content(bug))}
     return found.confidence == EXACT and not names.isdisjoint(found.candidates)
@@ -152,16 +155,16 @@ def _first(failures: list[Finding]) -> str:
 
 
 WORK = "transformer_parity.transformer.selftest.trials:work"  # function that a process runs
-EACH = 2.5 * 2**30  # bytes of memory for each process, which imports every framework
+EACH = 2.5 * 2**30  # bytes of memory per process; each process imports all frameworks
 
 
 def number_of_processes(jobs: int) -> int:
-    """Return the number of processes for a number of jobs, limited by the number of processors and the free memory."""
+    """Return the number of processes for a number of jobs. The processors and the free memory limit this number."""
     return max(1, min(jobs, processors(), int(free_bytes() / EACH)))
 
 
 def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = SILENCE) -> Iterator[Trial]:
-    """Yield the result for each bug in each backend once it is available.
+    """Yield the result for each bug in each backend, as soon as the result is available.
 
     Args:
         backends: Names of the ports.

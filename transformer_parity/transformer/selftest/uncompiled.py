@@ -1,4 +1,4 @@
-"""Run models one operation at a time, because compiling a model for a single run takes longer than running it."""
+"""Run models without compilation, because compiling a model for a single run takes longer than the run itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interpreted(backend: str) -> Iterator[None]:
-    """Run the models of a backend one operation at a time inside a ``with`` statement."""
+    """Disable the compilation of a backend's models inside a ``with`` statement."""
     if backend == "jax":
         import jax
 

@@ -1,1 +1,1 @@
-"""Bugs that are not injected into any package and serve only as candidates for the diagnosis."""
+"""Bugs that are not injected into ports and serve only as candidates of the diagnosis."""

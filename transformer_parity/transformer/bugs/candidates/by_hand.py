@@ -1,8 +1,8 @@
-"""Bugs in handwritten backward passes and in losses, which are only candidates for the diagnosis.
+"""Bugs in handwritten backward passes and in losses that are used only as candidates of the diagnosis.
 
-The frameworks derive the backward pass automatically, so these bugs can't be injected into our ports. ``BLOCKS`` edits
-the functions of individual blocks, and the diagnosis can limit such bugs to some blocks. ``PATHS`` and ``LOSSES`` edit
-the full backward pass.
+The frameworks derive the backward pass automatically, so bugs in a backward pass can't be injected into our ports. The
+bugs in ``BLOCKS`` edit the functions of individual blocks, so the diagnosis can limit them to some of the blocks. The
+bugs in ``PATHS`` and ``LOSSES`` affect the backward pass of the full model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_TABLE = "np.add.at(dtable, ids, self.multiplier * dvectors)"
 OF_PROJECTION = (
     '        if self.bias is not None:\n            tap("bias", dbias)\n        return dx\n\n\nclass LayerNorm'
 )
-# Expressions for the number of positions by which a gradient is divided, in layer norm and in a projection.
+# Pairs of expressions for the number that divides a gradient: one for layer norm, one for projections.
 AVERAGES = {
     "over the positions of all sentences": ("(dy.size // dy.shape[-1])", "len(rows)"),
     "over the sentences": ("len(dy)", "len(x)"),
@@ -29,24 +29,24 @@ AVERAGES = {
 
 
 def of_function(old: str, new: str) -> Edits:
-    """Return an edit to a function's backward pass."""
+    """Return an edit that replaces ``old`` with ``new`` in the reference's ``functional`` module."""
     return changed("functional", numpy=(old, new))
 
 
 def of_kernels(divisor: str, what: str) -> Edits:
-    """Return an edit that divides the gradients of kernels, of biases, or of both."""
+    """Return an edit that divides the gradients of the projections' kernels, of their biases, or of both."""
     kernel, bias = (f" / {divisor}" if name in what else "" for name in ("kernels", "biases"))
     return of_function(OF_LINEAR, f"return dy @ kernel.T, rows.T @ drows{kernel}, drows.sum(axis=0){bias}")
 
 
 def of_norms(divisor: str, what: str) -> Edits:
-    """Return an edit that divides the gradients of scales, of biases, or of both."""
+    """Return an edit that divides the gradients of the norms' scales, of their biases, or of both."""
     scale, bias = (f" / {divisor}" if name in what else "" for name in ("scales", "biases"))
     return of_function(OF_NORM, f"return dx, (dy * n).sum(axis=rows){scale}, dy.sum(axis=rows){bias}")
 
 
 def bugs(entries: dict[str, Edits]) -> list[Bug]:
-    """Return the named bugs."""
+    """Return a bug for each entry of a dict from name to edits."""
     return [Bug(name, "", edits) for name, edits in entries.items()]
 
 
@@ -102,7 +102,7 @@ BLOCKS = bugs(
 )
 
 RESIDUAL = "return dtotal + sublayer_backward(x, dropout(dtotal), sublayer_trace)"
-# Parts of the model, with a condition on the name and position of the sub-layer.
+# Expressions that are True for sub-layers in some part of the model, by the name of the part.
 SUBLAYERS = {
     "cross-attention": 'name == "cross_attention"',
     "self-attention": 'name == "self_attention"',
@@ -119,7 +119,7 @@ ATTENTIONS = {
     "the decoder's self-attention": '"decoder" in trace.path and "self" in trace.path',
     "all attention": "True",
 }
-INPUTS = {  # inputs of attention, with the lines that compute their gradients
+INPUTS = {  # for each input of attention, the code that computes its gradient and a format string that scales it
     "queries": ("dquery = attention.query_proj.backward(", "dquery = {0} * attention.query_proj.backward("),
     "keys": ("dmemory = attention.key_proj.backward(", "dmemory = {0} * attention.key_proj.backward("),
     "values": ("dmemory + attention.value_proj.backward(", "dmemory + {0} * attention.value_proj.backward("),
@@ -127,12 +127,12 @@ INPUTS = {  # inputs of attention, with the lines that compute their gradients
 
 
 def of_pass(*changes: tuple[str, str]) -> Edits:
-    """Return edits to the model's backward pass."""
+    """Return edits to the reference's ``backward`` module, which contains the backward pass of the model."""
     return together(*(changed("backward", numpy=change) for change in changes))
 
 
 def stopped(condition: str, *inputs: str) -> Edits:
-    """Return edits that stop the gradient at the inputs of some attention blocks."""
+    """Return edits that stop the gradient at the given inputs of all attention blocks that satisfy the condition."""
     return of_pass(*((INPUTS[name][0], INPUTS[name][1].format(f"(not ({condition}))")) for name in inputs))
 
 
@@ -188,7 +188,7 @@ LOSS = "(smoothing / classes * spread if smoothing else 0.0)  # [B, T]\n"
 COUNTED = "counted = labels != config.pad_id\n    return"
 OF_LOSS = "counted = (labels != config.pad_id)[..., None]"
 NUMBER = "np.asarray(counted.sum()"
-# The derivative if the target probabilities don't add up to 1.
+# Edit to the gradient of the loss, for target probabilities that don't add up to 1.
 ANY_SUM = ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target")
 ENTROPY = """\
     if smoothing:
@@ -197,7 +197,7 @@ ENTROPY = """\
         right_share = 1.0 - smoothing + (share if is_uniform else 0.0)
         losses = losses + right_share * np.log(right_share) + (classes - is_uniform) * share * np.log(share)
 """
-# Labels that a loss omits, with a condition on ``labels`` [B, T] that selects all other labels.
+# Labels that a loss ignores. Each condition on ``labels`` [B, T] selects the labels that the loss includes.
 OMITTED = {
     "EOS": "(labels != config.eos_id)",
     "the first label": "(np.arange(labels.shape[1]) > 0)",
@@ -213,7 +213,10 @@ def of_loss(*changes: tuple[str, str]) -> Edits:
 
 
 def omitted(condition: str, is_in_number: bool) -> Edits:
-    """Return edits that omit some labels from the loss."""
+    """Return edits to a loss that includes only the labels that satisfy the condition.
+
+    If ``is_in_number`` is True, the number of tokens that divides the loss also includes the ignored labels.
+    """
     usual = "np.asarray((labels != config.pad_id).sum()" if is_in_number else NUMBER
     return of_loss(
         (COUNTED, COUNTED.replace("pad_id\n", f"pad_id) & {condition}\n").replace("= labels", "= (labels")),
@@ -223,7 +226,7 @@ def omitted(condition: str, is_in_number: bool) -> Edits:
 
 
 def other_labels(new: str) -> Edits:
-    """Return edits that replace the labels in the loss and in its backward pass."""
+    """Return edits that replace the labels with an expression, in the loss and in its backward pass."""
     return of_loss((LABELS, f"{LABELS}    labels = {new}\n"), (OTHERS, f"labels = {new}\n    {OTHERS}"))
 
 

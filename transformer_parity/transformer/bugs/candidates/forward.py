@@ -1,10 +1,10 @@
-"""Bugs in the forward pass that are only candidates for the diagnosis: variants of bugs in the catalog."""
+"""Variants of forward-pass bugs in the catalog that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 
 from transformer_parity.transformer.bugs.bug import Bug, Edits, changed
 
-# Functions of ``x`` that may replace the ReLU.
+# Expressions in ``x`` for activations that a port may use instead of ReLU.
 ACTIVATIONS = {
     "leaky ReLU with slope 0.01": "np.where(x > 0.0, x, 0.01 * x)",
     "leaky ReLU with slope 0.1": "np.where(x > 0.0, x, 0.1 * x)",
@@ -47,7 +47,7 @@ SOURCE_MASKS = {
 
 
 def in_transformer(*changes: tuple[str, str]) -> Edits:
-    """Return edits to the model."""
+    """Return edits to the reference's ``transformer`` module."""
     return {"numpy": [("transformer", *change) for change in changes]}
 
 

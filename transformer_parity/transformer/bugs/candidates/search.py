@@ -1,4 +1,4 @@
-"""Bugs in searches and their caches that are only candidates for the diagnosis."""
+"""Bugs in searches and in decoder caches that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ none = self.finished == -inf
         size = none.shape[1]
         return np.where(none[:, :, None], self.ids[:, :size], self.finished_ids), self.finished"""
 RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
-# Ways to expand tensors with one row per sentence [B] to the rows of a beam [R], where a sentence's rows are adjacent.
+# Expressions that expand a tensor from one row per sentence [B] to one row per hypothesis [R]. The correct expression
+# keeps the rows of each sentence adjacent.
 RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
 RIGHT_ROWS, TILED_ROWS = "{x}.repeat(beam_size, 0)", "np.concatenate([{x}] * beam_size)"
 KEPT_IN_PLACE = """\
@@ -53,28 +54,33 @@ KEPT_IN_PLACE = """\
 
 
 def in_search(old: str, new: str) -> Edits:
-    """Return an edit to the steps of greedy and beam search."""
+    """Return an edit to the reference's ``search`` module, which implements the steps of greedy and beam search."""
     return changed("search", numpy=(old, new))
 
 
 def with_result(line: str) -> Edits:
-    """Return an edit that changes the tokens that a search returns."""
+    """Return an edit that inserts a line that modifies the token IDs ``ids`` before a search returns them."""
     return changed("search_loop", numpy=(FOUND, f"{FOUND}    {line}\n"))
 
 
 def seen(where: str) -> Edits:
-    """Return an edit that masks some positions in the self-attention of cached steps."""
+    """Return an edit after which the self-attention of cached steps sees only keys that satisfy the condition."""
     return changed("decoder", numpy=(SELF_MASK, f"{SELF_MASK} & ({where})"))
 
 
 def at_position(position: str) -> Edits:
-    """Return an edit that changes the position of each token in cached steps."""
+    """Return an edit that replaces the position of the decoded token in cached steps."""
     vectors = f"self.target_position.vectors({position}.max() + 1)[{position}].astype(cache.positions.dtype)"
     return changed("transformer", numpy=(POSITION, vectors))
 
 
 def read_by_rows(memory: str, mask: str) -> Edits:
-    """Return edits that assign different encoder memories or masks to the rows of a beam."""
+    """Return edits that change which encoder memory and which source mask each hypothesis of a beam uses.
+
+    Args:
+        memory: Expression that expands a cached key or value ``x`` to the rows of the beam.
+        mask: Expression that expands the cross-attention mask ``x`` to the rows of the beam.
+    """
     lines = f"""{SELF_MASK}
         copies = len(x) // len(cache.cross_mask)
         memories = [type(one)(*({memory} for x in one)) for one in cache.memory]
@@ -84,7 +90,12 @@ def read_by_rows(memory: str, mask: str) -> Edits:
 
 
 def read_without_cache(memory: str, mask: str) -> Edits:
-    """Return edits that make a search decode without a cache and change its memories or masks."""
+    """Return edits that make a search decode without a cache and change which memory and mask each hypothesis uses.
+
+    Args:
+        memory: Expression that expands the encoder memory ``{x}`` to the rows of the beam.
+        mask: Expression that expands the source mask ``{x}`` to the rows of the beam.
+    """
     edits = (
         ("decoder = model if use_cache else _Uncached(model)", "decoder = _Uncached(model)"),
         ("source_mask.repeat(beam_size, 0)", f"{mask.format(x='source_mask')}"),
@@ -95,17 +106,18 @@ def read_without_cache(memory: str, mask: str) -> Edits:
 
 
 def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
-    """Return an edit that keeps finished hypotheses in the beam, which leaves less space for unfinished ones.
+    """Return an edit to beam search after which finished hypotheses remain in the beam and occupy some of its rows.
 
     Args:
-        stop: Condition for ending the search of a sentence, based on the finished hypotheses ``ended`` [B, K].
-        final: Divisor of the log-probabilities that selects the best hypothesis in the last beam.
-        compared: Divisor of the log-probabilities that selects the hypotheses in the beam.
+        stop: Condition under which the search of a sentence ends. It may use ``ended`` [B, K], which is True for
+            finished hypotheses.
+        final: Expression that divides the log-probabilities when the search selects the best hypothesis at its end.
+        compared: Expression that divides the log-probabilities when a step selects the hypotheses to keep.
     """
     return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
 
 
-# Allow sentences without any hypothesis, which would be an error in the reference.
+# Allow a search to return no hypothesis for a sentence. The reference would raise an error.
 MAY_BE_EMPTY = changed(
     "search_loop", numpy=(RESULT, "return SearchResult(*(x[:, : plan.num_hypotheses] for x in (ids, scores)))")
 )

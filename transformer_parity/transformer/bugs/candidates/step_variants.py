@@ -1,11 +1,11 @@
-"""Variants of training steps, as candidates for the diagnosis only: Adam, clipping, micro-batches, and restarts."""
+"""Variants of Adam, clipping, micro-batches, and restarts that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 
 from transformer_parity.transformer.bugs.bug import Bug, Edits
 from transformer_parity.transformer.bugs.other_optimizers import MATRICES, T, formulas
 
-KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # values that persist between steps
+KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # dict whose entries persist between steps
 LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
 IN_KERAS = "step = learning_rate * m_hat / (v_hat**0.5 + epsilon / correction2**0.5)"
 MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
@@ -13,7 +13,7 @@ LIMIT_OF_A_SUM = "clipped if the norm of the summed gradient exceeds the limit"
 SCALE = "scale = clip_factor(norm, settings.clip_norm) / count"
 NORM = "norm = global_norm(gradient) / count\n"
 MULTIPLIED = "{{name: {factor} * array for name, array in of_parameters.items()}}"
-FUSED = {  # groups of tensors that a port may fuse, with an expression for the name of the fused tensor
+FUSED = {  # expressions for the name of the fused tensor that contains the tensor ``name``
     "queries, keys and values of self-attention, and keys and values of cross-attention, are fused": (
         r"__import__('re').sub(r'(self_attention\.)(query|key|value)|(cross_attention\.)(key|value)', r'\1\3', name)"
     ),
@@ -29,41 +29,53 @@ FUSED = {  # groups of tensors that a port may fuse, with an expression for the 
 
 
 def corrected(first: str, second: str) -> Edits:
-    """Return edits that change the step counts in bias corrections. The arguments are expressions in the step ``t``."""
+    """Return edits that change the step number in the bias corrections of the first and the second moment.
+
+    The arguments are expressions in the step number ``t``.
+    """
     return formulas(
         m_hat=f"{T}\nm_hat = m / (1.0 - beta1 ** ({first}))", v_hat=f"v_hat = v / (1.0 - beta2 ** ({second}))"
     )
 
 
 def first_gradient(*moments: str, **others: str) -> Edits:
-    """Return edits that initialize moments with the first gradient or its square."""
+    """Return edits that initialize the given moments with the first gradient (``m``) or its square (``v``)."""
     values = {"m": "g", "v": "g * g"}
     lines = "".join(f"\n    {moment}[...] = {values[moment]}" for moment in moments)
     return formulas(m=f"{T}\nif t == 1:{lines}\n{{m}}", **others)
 
 
 def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
-    """Return edits that divide by the largest second moment so far."""
+    """Return edits that make Adam divide by the root of the largest second moment so far.
+
+    Args:
+        of: Expression for the second moment in the current step.
+        corrected_by: Expression for the bias correction that divides the largest second moment.
+        **others: Replacements of other formulas.
+    """
     return formulas(v_hat=f"{LARGEST.replace('{largest}', of)}\nv_hat = kept[name] / {corrected_by}", **others)
 
 
 def reduced_by(value: str, where: str = "1.0") -> Edits:
-    """Return edits that add weight decay regardless of the learning rate."""
+    """Return edits that add decoupled weight decay that isn't multiplied by the learning rate."""
     return formulas(theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}")
 
 
 def in_trainer(*changes: tuple[str, str]) -> Edits:
-    """Return edits to the trainer."""
+    """Return edits to the reference's ``training`` module."""
     return {"numpy": [("training", *change) for change in changes]}
 
 
 def clipped_by(norm: str) -> Edits:
-    """Return edits that replace the norm for clipping with a different expression."""
+    """Return edits that replace the gradient norm, on which clipping is based, with the given expression."""
     return in_trainer((SCALE, SCALE.replace("(norm", f"({norm}")))
 
 
 def clipped_in_groups(key: str) -> Edits:
-    """Return edits that clip each group of tensors separately. ``key`` is an expression for the group's name."""
+    """Return edits that clip each group of gradients separately.
+
+    ``key`` is an expression for the name of the group to which the parameter ``name`` belongs.
+    """
     return in_trainer(
         (
             SCALE,
@@ -78,11 +90,11 @@ def clipped_in_groups(key: str) -> Edits:
 
 
 def clipped_micro_batches(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) -> Edits:
-    """Return edits that clip the gradient of each micro-batch.
+    """Return edits that clip the gradient of each micro-batch separately.
 
     Args:
-        tokens: Expression for the number of tokens by which the gradient is divided.
-        divisor: Expression by which the clipped gradient is multiplied.
+        tokens: Expression for the number of tokens that divides the gradient before its norm is computed.
+        divisor: Expression for a factor that multiplies the clipped gradient.
         *more: Additional changes to the trainer.
     """
     lines = (
@@ -95,7 +107,7 @@ def clipped_micro_batches(tokens: str, divisor: str = "1.0", *more: tuple[str, s
 
 
 def kept_on_the_model(what: str) -> list[tuple[str, str]]:
-    """Return changes after which a new trainer continues with the step or the moments of the previous one."""
+    """Return changes that make a new trainer continue with the step number or the moments of the previous trainer."""
     if what == "step":
         return [
             ("self.step = 0  #", "self.step = model.__dict__.get('kept_step', 0)  #"),
@@ -109,7 +121,7 @@ def kept_on_the_model(what: str) -> list[tuple[str, str]]:
 
 
 def of_gradient(*lines: str) -> Edits:
-    """Return edits that change the summed gradient of a batch before its norm is computed."""
+    """Return edits that insert lines between the summation of a batch's gradient and the computation of its norm."""
     return in_trainer((NORM, "".join(f"{line}\n        " for line in lines) + NORM))
 
 

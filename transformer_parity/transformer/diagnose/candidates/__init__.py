@@ -1,1 +1,1 @@
-"""Candidates about a port: bugs and conventions, their places, their combinations, and the code that tries them."""
+"""Candidates that may explain how a port differs: bugs and conventions, their places, combinations, and trials."""

@@ -1,7 +1,8 @@
-"""Candidates: candidate explanations of a port's behavior, each of which is a modified reference.
+"""Candidates: possible explanations of the difference between a port and the reference.
 
-A candidate is a set of bugs from the bug catalog, or of published conventions, injected into the NumPy reference. If
-it reproduces all of a port's values, it describes what the port does.
+A candidate is a set of changes to the NumPy reference. Each change is either a bug from the catalog or a convention
+that a published implementation uses. If the reference with these changes reproduces all values of the port, the
+candidate explains the difference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
-# The preset fields that define the formulas. Candidates don't change sizes, dropout rates, IDs, or tied embeddings.
+# Fields that candidates take from a preset. Candidates don't change sizes, dropout rates, IDs, or tied embeddings.
 MATHEMATICS = (
     "norm_order",
     "final_norm",
@@ -57,13 +58,13 @@ MATHEMATICS = (
     "label_smoothing_kind",
 )
 SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
-Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps patterns in parameter names to their replacements
+Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # pattern in a parameter name to its replacement
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of bugs or conventions, in the whole model or in one place."""
+    """A set of bugs and conventions, which apply either to the full model or only to one place in the model."""
 
     parts: tuple[Bug, ...]
     place: Place | None = None
@@ -76,11 +77,11 @@ class Candidate:
 
     @property
     def content(self) -> Any:
-        """Return a key that is the same only for candidates with the same effect."""
+        """Return a key that identifies the changes: only candidates with the same changes have the same key."""
         return (*map(content, self.parts), self.place and self.place.parts)
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
-        """Return a float64 reference with all changes of the candidate.
+        """Load the reference in float64, with the changes of the candidate applied.
 
         Raises:
             ValueError: If the changes contradict each other or don't define a model.
@@ -99,13 +100,13 @@ class Candidate:
 
 
 def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
-    """Return every known bug and every convention that may explain a port with this config.
+    """Return the known bugs and conventions that may explain the difference of a port in one stage.
 
     Args:
-        config: The config that the port was given.
-        stage: Name of the stage. For example, training bugs are omitted for activations.
-        forward_agrees: Whether the port's activations agree with the reference's. If so, bugs in the forward pass are
-            excluded, except in parts that only a search calls.
+        config: The config that was passed to the port.
+        stage: Name of the stage in which the port differs. For example, training bugs can't affect activations.
+        forward_agrees: Whether the port's activations agree with the reference. If so, the function omits bugs in the
+            forward pass, except in code that only searches call.
     """
     if forward_agrees:
         found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
@@ -119,7 +120,7 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
         parts = [*FORWARD.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
-    if stage == GRADIENTS:  # with optimizer steps, each candidate requires a training run
+    if stage == GRADIENTS:  # in other training stages, each candidate would require a full training run
         parts += [BACKWARD_BLOCKS, BACKWARD_PATHS]
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)
@@ -135,10 +136,13 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
 
 
 def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
-    """Return each alternative value of every config field that is a convention, and all conventions of each preset."""
+    """Return one candidate per alternative value of each convention, and one per preset with all its conventions.
+
+    A convention is a config field on which published implementations differ.
+    """
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
-        if name in ("tie_embeddings", "position_encoding"):  # these fields determine which parameters exist
+        if name in ("tie_embeddings", "position_encoding"):  # these fields determine which parameters a model has
             continue
         if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
@@ -163,13 +167,13 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
 
 @cache
 def mixed_up_weights(as_wide: bool) -> list[Bug]:
-    """Return typical bugs in weight converters: transposed or permuted kernels in all attention blocks.
+    """Return typical bugs of weight converters, which transpose or permute the kernels of all attention blocks.
 
     Args:
-        as_wide: Whether values are as wide as queries and keys, so that the three kernels can be permuted.
+        as_wide: Whether ``d_k`` equals ``d_v``, so that value kernels can be exchanged with query and key kernels.
     """
     every = ("query", "key", "value", "output")
-    families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog covers the output kernel
+    families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog contains the output kernel
     found = [
         Bug(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
         for names in families
@@ -183,7 +187,7 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Bug]:
-    """Return bugs that load the weights of layers, norms, or attention blocks into the wrong place or modify them."""
+    """Return bugs that load weights into the wrong layer, norm, or attention block, round them, or set some to zero."""
     others: dict[str, Renames] = {
         **{
             f"{what} of the {where} layer": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}
@@ -249,7 +253,7 @@ def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict
 
 
 def is_convention(bug: Bug) -> bool:
-    """Whether a bug only changes the config."""
+    """Return whether a bug is a convention, which only changes the config."""
     return bool(bug.config) and not bug.edits.get("numpy") and bug.convert is dict
 
 
@@ -258,7 +262,7 @@ def _words(fields: Mapping[str, Any]) -> str:
 
 
 def _changes(bug: Bug, config: TransformerConfig) -> bool:
-    """Whether a bug has an effect. A bug that only sets config fields must change at least one of their values."""
+    """Return whether a bug changes the reference, for example by setting a config field to a different value."""
     return bool(
         bug.edits["numpy"]
         or bug.convert is not dict
@@ -267,12 +271,12 @@ def _changes(bug: Bug, config: TransformerConfig) -> bool:
 
 
 def content(bug: Bug) -> Any:
-    """Return the changes that a bug makes to the reference, without its name."""
+    """Return a key for the changes that a bug makes to the reference, regardless of its name."""
     return (repr(sorted(bug.config.items())), tuple(bug.edits.get("numpy", ())), bug.convert)
 
 
 def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Adapt weights to a different config: add norms and biases that have no effect, and drop unused weights."""
+    """Return the weights that a config requires. Missing scales are set to 1, and missing biases to 0."""
     shapes = parameter_shapes(config)
     fitted = {}
     for name, shape in shapes.items():

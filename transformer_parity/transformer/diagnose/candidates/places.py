@@ -1,7 +1,7 @@
 """Places: the parts of the model to which a known bug can be limited, such as one layer or one kind of attention.
 
-A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the model parts in that
-place are replaced with the corresponding parts of the edited model.
+A bug edits a class, so it affects every instance of the class. To limit the bug to one place, the diagnosis loads one
+model with the bug and one model without it. It then copies the parts in this place from the first model to the second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
-# Patterns for the parts that a bug changes, by the module that it edits or the config field that it replaces.
+# Patterns that match the parts of the model that a bug changes. Each key is a module that the bug edits or a config
+# field that it sets.
 CHANGED = {
     "attention": r"_attention$",
     "feed_forward": r"\.feed_forward$",
@@ -45,17 +46,17 @@ CHANGED = {
     "decoder": r"^decoder\.layers\.\d+$",
     "norm_order": r"\.layers\.\d+$",
 }
-# Text that is removed from a bug's name if the bug is limited to one place.
+# Text that is removed from the name of a bug when the bug is limited to one place.
 WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A named set of model parts.
+    """A set of model parts, with a description.
 
     Attributes:
-        words: Name of the place in messages.
-        parts: Attribute paths to the parts.
+        words: Description of the place in messages.
+        parts: Attribute path of each part, for example ``encoder.layers.0.self_attention``.
     """
 
     words: str
@@ -74,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Atom:
-    """The smallest unit to which a bug can be limited: a part, or the residual connection of a sub-layer."""
+    """The smallest unit to which a bug can be limited: a model part, or the residual connection of a sub-layer."""
 
     shown: str
     part: str
@@ -82,9 +83,9 @@ class _Atom:
 
 
 def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[Bug]) -> list[tuple[Bug, Place]]:
-    """Return each known bug at each place to which it can be limited, larger places first.
+    """Return all pairs of a known bug and a place to which it can be limited, with larger places first.
 
-    If the port returned taps, only places that may introduce a difference are included.
+    In the ``activations`` stage, the result includes only places that may have introduced a difference.
 
     Args:
         case: The case that the port ran.
@@ -107,13 +108,13 @@ def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[
 def placed(
     bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
 ) -> Iterator[tuple[Bug, Place]]:
-    """Yield a bug at each place to which it can be limited, larger places first.
+    """Yield a bug limited to each possible place, with the place.
 
     Args:
-        bug: A bug that changes multiple parts.
+        bug: The bug. If it changes fewer than two parts, it can't be limited further.
         config: Config of the model.
-        weights: Weights of the model, which show which weights the bug converts.
-        introduced: Ranges of taps at which a difference is introduced (see ``intervals``); empty if unknown.
+        weights: Weights of the model, to determine which of them the bug converts.
+        introduced: Ranges of taps that may have introduced a difference (see ``intervals``); empty if unknown.
     """
     atoms = _atoms(bug, config, weights)
     if len(atoms) < 2:
@@ -123,7 +124,8 @@ def placed(
     for words, some in _groups(atoms, [atom for atom in atoms if _meets(spans[atom], introduced)]):
         if not all(_meets(spans[atom], introduced) for atom in some):
             continue
-        # Later differences may follow from the first one if a block reads values that are not compared.
+        # The bug must explain the first difference. Later differences may follow from the first one, because blocks can
+        # read values that are not compared.
         if not any(_meets(spans[atom], introduced[:1]) for atom in some):
             continue
         edits = tuple(dict.fromkeys(edit for atom in some for edit in atom.edits))
@@ -132,10 +134,12 @@ def placed(
 
 
 def intervals(introduced: Sequence[str], shown: Sequence[str], config: TransformerConfig) -> list[range]:
-    """Return, for each difference, the range of taps that may have introduced it, starting after the last recorded one.
+    """Return, for each tap with a new difference, the range of taps that may have introduced the difference.
+
+    The range starts after the previous tap that the port recorded, and ends with the tap itself.
 
     Args:
-        introduced: Recorded taps at which a difference was introduced; may include the output.
+        introduced: Recorded taps with a new difference; may include the output.
         shown: All taps that the port recorded.
         config: Config of the model.
     """
@@ -149,10 +153,10 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
 
 
 def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
-    """Return all units to which a bug can be limited, or an empty list if it affects only one place anyway."""
+    """Return the units to which a bug can be limited, or an empty list if it can't be limited."""
     edits = tuple(bug.edits.get("numpy", ()))
     parts = list(_parts(config))
-    if bug in EVERYWHERE:  # these bugs have one edit for each sub-layer
+    if bug in EVERYWHERE:  # each of these bugs consists of one edit per sub-layer
         return [
             _Atom(f"{part}.{name}", part, (edit,))
             for edit in edits
@@ -166,7 +170,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
     changed = [part for part in (*parts, *smaller) if any(_changes(source, part) for source in sources)]
     try:
         converted = bug.convert(weights)
-    except Exception:  # the conversion doesn't support this model
+    except Exception:  # the weight conversion of the bug doesn't support this model
         return []
     kept = {name for name, weight in weights.items() if converted[name] is weight}
     names = [name for name in weights if name not in kept and not np.array_equal(weights[name], converted[name])]
@@ -178,7 +182,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
 
 
 def _module(edit: Edit) -> str:
-    """Return the key of ``CHANGED`` for an edit."""
+    """Return the key in ``CHANGED`` of the parts that an edit changes."""
     module, old, _ = edit
     if module == "functional" and ("sigma" in old or "axis=rows" in old):
         return "layers"
@@ -192,7 +196,7 @@ def _changes(source: str, part: str) -> bool:
 
 
 def _parts(config: TransformerConfig) -> Iterator[str]:
-    """Yield the attribute path of each part to which a bug may be limited, in the order of computation."""
+    """Yield the attribute paths of all model parts to which bugs may be limited, in the order of computation."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
@@ -207,7 +211,10 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
-    """Yield named groups of atoms: encoder and decoder, kinds, individual atoms, layers, and then all atoms."""
+    """Yield groups of atoms with a description: each stack, each type of block, each atom, and each layer.
+
+    The last group contains all possible atoms.
+    """
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
     patterns = {"the encoder": "(encoder[.]|source_).*", "the decoder": "(decoder[.]|target_).*"}
@@ -228,7 +235,7 @@ def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple
 
 
 def _span(part: str, taps: Sequence[str]) -> range:
-    """Return the taps that a part computes, or the first tap that depends on it if it computes none."""
+    """Return the range of the taps that a part computes, or the first tap that depends on it if it has no taps."""
     own = [i for i, tap in enumerate(taps) if tap.startswith(f"{part}.")]
     if not own:
         stack, _, name = part.partition(".")
@@ -238,5 +245,5 @@ def _span(part: str, taps: Sequence[str]) -> range:
 
 
 def _meets(span: range, introduced: Sequence[range]) -> bool:
-    """Whether a part computes a tap at which a difference may have been introduced; True if these are unknown."""
+    """Return whether a part computes a tap that may have introduced a difference; True if these taps are unknown."""
     return not introduced or any(span.start < one.stop and one.start < span.stop for one in introduced)

@@ -12,9 +12,9 @@ from transformer_parity.transformer.diagnose.candidates.trials import Attempt, T
 from transformer_spec.config import TransformerConfig
 
 DEPTH = 3  # maximum number of bugs in a combination
-PROMISING = 6  # number of candidates that are combined with every other one
-BEAM = 4  # number of combinations to which further changes are made in cases without taps
-ATTEMPTS = 1000  # maximum number of such changes to try; 100 of them take about a second
+PROMISING = 6  # number of candidates to which every other bug is added
+BEAM = 4  # number of combinations that are extended in each round, for cases without taps
+ATTEMPTS = 1000  # maximum number of combinations to try in cases without taps; 100 of them take about a second
 
 
 def combinations(
@@ -24,9 +24,13 @@ def combinations(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts with combined candidates as long as each additional candidate makes more tensors correct."""
+    """Yield attempts with two bugs, then with three bugs.
+
+    The function yields and extends a combination only if its last bug increased the number of matching tensors. For
+    cases without taps, see ``_closer``.
+    """
     frontier = _promising(singles, start.matched)
-    if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try presets first
+    if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try conventions first
         for some in ([bug for bug in known if is_convention(bug)], known):
             yield from _closer(trials, singles, some, known, progress)
         return
@@ -54,10 +58,10 @@ def _closer(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts with every change to the closest candidates, for cases without taps.
+    """Yield attempts that change the candidates with the smallest errors, for cases without taps.
 
-    Even if the port has a second bug, a correct candidate usually leaves a smaller error than a wrong one. A change
-    adds one bug or sets one convention, possibly back to the value in the config.
+    If the port has two bugs, a candidate with one of them usually has a smaller error than a candidate with neither. A
+    change adds one bug to the candidate or sets one convention, possibly to the value in the config.
     """
     fields = sorted({name for bug in known if is_convention(bug) for name in bug.config})
     own = [Bug("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
@@ -85,7 +89,7 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Return an exact attempt without the parts that have no effect."""
+    """Remove parts without any effect from an exact attempt, one at a time, and return the resulting attempts."""
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:
@@ -98,7 +102,7 @@ def _names(parts: Sequence[Bug]) -> frozenset[str]:
 
 
 def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: TransformerConfig) -> tuple[Bug, ...]:
-    """Return the parts plus one more, which overrides the config fields that other parts also set."""
+    """Return the parts with one more bug or convention. A convention overrides fields that other parts set."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, bug):
@@ -118,7 +122,10 @@ def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: Trans
 
 
 def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
-    """Return the attempts that match more than ``matched`` tensors, the best first, with one attempt per result."""
+    """Return the best attempts among those that match more than ``matched`` tensors.
+
+    If multiple attempts have the same number of matching tensors and the same error, only one of them is included.
+    """
     best: dict[tuple[int, float], Attempt] = {}
     for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.candidate.parts))):
         if attempt.matched > matched:
@@ -127,12 +134,12 @@ def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
 
 
 def clash(parts: Sequence[Bug], other: Bug) -> bool:
-    """Whether any part is the same bug as ``other`` or sets one of the same config fields."""
+    """Return whether any part is the bug ``other`` or sets a config field that ``other`` also sets."""
     return any(part is other or part.config.keys() & other.config.keys() for part in parts)
 
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts with the fewest parts, without duplicate sets of parts."""
+    """Return the attempts with the fewest parts, and omit attempts that repeat the parts of an earlier one."""
     fewest = min((len(attempt.candidate.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:

@@ -1,4 +1,4 @@
-"""Trials: runs of the reference under a candidate, which are compared with a port's tensors."""
+"""Trials: run the reference with the changes of a candidate, and compare the results with the tensors of a port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # number of results kept in memory; each takes a few hundred kilobytes
-BEGINNINGS = (1, 3)  # step counts: the 2nd loss depends on the first update, the 3rd loss on Adam's moments
+BEGINNINGS = (1, 3)  # numbers of steps; the 2nd loss depends on the first update, the 3rd on the moments
 TRUTH = Candidate(())
 
 
@@ -31,9 +31,9 @@ class Attempt:
 
     Attributes:
         candidate: The candidate that was tried.
-        matched: Number of matching tensors before the first mismatch.
-        of: Number of tensors that were compared.
-        worst: Largest relative error. The search for it stops at the first mismatch but includes the last tensor.
+        matched: Number of tensors that match before the first mismatch.
+        of: Number of tensors to compare.
+        worst: Largest relative error among the tensors up to the first mismatch and the last tensor.
     """
 
     candidate: Candidate
@@ -49,13 +49,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Trials:
-    """The float64 tensors of a port in one case and in other cases of the same model.
+    """The float64 tensors of a port, which candidates must reproduce.
 
     Attributes:
         case: The case that the port ran.
         actual: The port's tensors, in the order of computation.
-        others: Other cases of the same model, with the port's tensors, or None if they agree with the reference.
-        names: Names of the tensors to compare, in this case and in the others.
+        others: Other cases of the same model, with the port's tensors, or with None if they agree with the reference.
+        names: Names of the tensors to compare, in ``case`` and in ``others``.
     """
 
     case: Case
@@ -65,7 +65,7 @@ class Trials:
 
     @classmethod
     def of(cls, case: Case, actual: Arrays, others: Sequence[tuple[Case, Arrays | None]] = ()) -> Trials:
-        """Return trials that compare all tensors of the port."""
+        """Return trials that compare all tensors of the port, except the concatenation of all gradients."""
         return cls(case, _read(case, actual), others, tuple(name for name in actual if name != WHOLE))
 
     def without(self, names: Collection[str]) -> Trials:
@@ -73,7 +73,7 @@ class Trials:
         return replace(self, names=tuple(name for name in self.names if name not in names))
 
     def run(self, candidate: Candidate) -> Attempt | None:
-        """Return the result of a candidate, or None if it can't be loaded or doesn't define a model."""
+        """Compare the results of a candidate with the port's tensors, or return None if the candidate can't be run."""
         names = self.names
         for case in (*_beginnings(self.case), self.case):
             found = observed(candidate, case)
@@ -82,13 +82,13 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(candidate, found, compared)
             if not attempt.is_exact:
-                # A shorter run has no results of calls between steps, but they follow from its other tensors.
+                # A shorter run omits the calls between steps. Their results follow from the weights, which it includes.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
 
     def _compared(self, candidate: Candidate, found: Arrays, names: Sequence[str]) -> Attempt:
-        """Compare the given tensors with the results of a candidate."""
+        """Compare the named tensors of the port with the results ``found`` of a candidate."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
@@ -98,14 +98,14 @@ class Trials:
         return Attempt(candidate, len(names), len(names), worst)
 
     def differing(self, candidate: Candidate) -> list[str]:
-        """Return the tensors that a candidate doesn't reproduce, or all tensors if it doesn't define a model."""
+        """Return the names of the tensors that a candidate doesn't reproduce; all names if it can't be run."""
         found = observed(candidate, self.case) or {}
         return [
             name for name in self.names if not distance(name, self.actual, found) <= STAGES[self.case.stage].reproduces
         ]
 
     def holds_elsewhere(self, candidate: Candidate) -> bool:
-        """Whether a candidate reproduces the port's tensors in the other cases."""
+        """Return whether a candidate also reproduces the port's tensors in the other cases."""
         for case, shown in self.others:
             found, usual = observed(candidate, case), observed(TRUTH, case)
             if found is None and shown is None:  # for example, a clipping bug in a case without a clip norm
@@ -123,7 +123,10 @@ class Trials:
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:
-        """Return trials with only the cases of the same kind, greedy or beam search, or None if both kinds fail."""
+        """Return trials limited to the other cases with the same type of search: greedy or beam search.
+
+        Return None if the port fails with both types.
+        """
 
         def is_beam(case: Case) -> bool:
             return case.options.beam_size is not None
@@ -134,7 +137,7 @@ class Trials:
 
 
 def _beginnings(case: Case) -> Iterator[Case]:
-    """Yield shorter runs of a training case, which already rule out most candidates."""
+    """Yield variants of a training case with fewer steps. They rule out most candidates in less time."""
     last = (case.snapshots or SNAPSHOTS)[-1]
     for steps in BEGINNINGS if STAGES[case.stage].trains else ():
         if steps < last and not case.rewind:
@@ -142,9 +145,9 @@ def _beginnings(case: Case) -> Iterator[Case]:
 
 
 def observed(candidate: Candidate, case: Case) -> Arrays | None:
-    """Return the reference's tensors under a candidate, or None if it can't be loaded or doesn't define a model.
+    """Return the tensors of the reference with the changes of a candidate, or None if the candidate can't be run.
 
-    Results are cached for the next port that fails on the same case.
+    The result is cached, because the next port may fail on the same case.
     """
     task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
     key = (*task, candidate.content)
@@ -155,14 +158,14 @@ def observed(candidate: Candidate, case: Case) -> Arrays | None:
             with np.errstate(all="ignore"):
                 found = tensors(candidate.load(case.config, case.load_weights()), case)
             _OBSERVED[key] = _read(case, found) if candidate.parts else found
-        except Exception:  # the bug doesn't support this model
+        except Exception:  # the changes don't support this model
             _OBSERVED[key] = None
     _OBSERVED.move_to_end(key)
     return _OBSERVED[key]
 
 
 def _read(case: Case, arrays: Arrays) -> Arrays:
-    """Return the tensors with the reference's values at positions that the model doesn't read."""
+    """Return the tensors, with the reference's values at positions that don't affect the result, such as padding."""
     usual = observed(TRUTH, case)
     return arrays if usual is None else Read.of(case, usual).combine(arrays, usual)
 

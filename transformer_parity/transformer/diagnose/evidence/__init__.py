@@ -1,1 +1,1 @@
-"""Evidence from the tensors that differ: the first wrong block, patterns in tensors and cases, and simple relations."""
+"""Find evidence about a difference: the first wrong block, and patterns in its error, the tensors, and the cases."""

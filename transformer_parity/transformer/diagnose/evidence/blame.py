@@ -45,7 +45,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # minimum total weight of hidden keys; a query's weights must add up to one
+HIDDEN = 1e-6  # minimum attention weight that must be missing from a query's sum of 1
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -61,8 +61,9 @@ class Subject:
         truth: The reference in float64.
         same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
             float64.
-        own: The port's tensors, whose values are used at positions that the model doesn't read.
-        unread: Values that a run returns at positions that the model doesn't read, for tensors that are not given.
+        own: The port's tensors. At positions that a correct model doesn't read, reruns use their values as inputs.
+        unread: Tensors that replace the results of a run at positions that a correct model doesn't read. They don't
+            replace given tensors.
     """
 
     case: Case
@@ -76,7 +77,7 @@ class Subject:
 
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
-        """Load the reference with the weights of a case."""
+        """Return a subject for a case, with a reference that has the weights of the case."""
         weights, load = rounded(case.load_weights(), dtype), DEFINITION.load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
@@ -84,7 +85,7 @@ class Subject:
 
     @property
     def replay(self) -> Replay:
-        """The runs of the reference, and the tolerances of the taps."""
+        """The functions that rerun the reference and that return the tolerance of each tap."""
         return Replay(
             about=Blame(self.backend, self.dtype, self.case.name, self.case.stage),
             truth=partial(self.run, self.truth),
@@ -94,10 +95,10 @@ class Subject:
         )
 
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
-        """Return the tensors of a run that continues with given values at some taps.
+        """Return the tensors of a run in which the given values replace the values of some taps.
 
-        At positions that the model should not read, such as padding, the run uses the port's values, because a wrong
-        port may read them. In the result, the given values replace the port's values.
+        At positions that a correct model doesn't read, such as padding, the run uses the values in ``own``, because an
+        incorrect port may read these positions. The result contains the given values at these positions.
         """
         fed = Read.of(self.case, given).combine(given, self.own)
         result = loaded.run(self.case.block, self.inputs, taps=True, given=fed)
@@ -105,7 +106,7 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return the subject with the port's tensors, and with the reference's tensors for unread positions."""
+        """Return a copy of the subject with the port's tensors as ``own`` and the reference's tensors as ``unread``."""
         return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 
@@ -125,7 +126,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(
         loaded, LoadedPlugin
-    )  # our packages continue with the value that a tap returns, as a test verifies
+    )  # a test verifies that our packages use the value that a tap returns in the rest of the computation
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
     subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
@@ -142,10 +143,10 @@ def _harmless(name: str, value: ndarray) -> ndarray:
 
 
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
-    """Return the evidence without contexts whose attention weights don't add up to one.
+    """Mark contexts as inheriting their difference if the port's attention weights don't add up to one.
 
-    Such weights mean that the port pads its keys without recording the added keys. Because a rerun lacks the correct
-    weights for these keys, the context remains wrong even if it only inherits the difference.
+    The sum is too small if the port pads its keys and doesn't record the weights of the added keys. A rerun then can't
+    correct the weights of these keys, so the context remains wrong even if it only inherits the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
@@ -159,7 +160,7 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Return the same evidence as ``blame`` for float64 tensors that were read from files."""
+    """Return the evidence for float64 tensors that were read from files, by rerunning blocks of the reference."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
@@ -172,13 +173,13 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
-    """Return the evidence without blocks that, compared with a variant of the reference, only inherit a difference."""
+    """Mark a difference as inherited if a variant of the reference has the same difference without introducing it."""
     subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
 
 def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
-    """Whether a port continues with the value that each tap returns."""
+    """Return whether a port uses the value that each tap returns in the rest of its computation."""
     for name, value in given.items():
         found = rerun({name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):
@@ -187,7 +188,7 @@ def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
 
 
 def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
-    """Run the reference's backward pass from the port's gradient at every tap."""
+    """Rerun the reference's backward pass on the port's gradients at the taps, and return the evidence."""
     truth, inputs = subject.truth, subject.inputs
     everything = gradients(truth, inputs)
     actual = Read.of(subject.case, everything).combine(actual, everything)
@@ -208,7 +209,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
     wanted = Read.of(subject.case, everything).combine(wanted, actual)
     names = [name for name in expected if name not in (LOSS, WHOLE)]
-    wanted[WHOLE] = everything[WHOLE]  # the scale for gradients that must be zero
+    wanted[WHOLE] = everything[WHOLE]  # scale for the errors of gradients that must be zero
     replay = subject.replay
     evidence = replay.marked(
         Evidence(replay.about, actual, expected, actual, wanted),
@@ -220,14 +221,14 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # at padding, later gradients depend on unknown port values, so they can't be judged
+    if given:  # gradients after the first one depend on port values at padding, which are unknown
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
-    else:  # all gradients may follow from one wrong gradient or from the loss
+    else:  # without gradients at taps, all differences may follow from one gradient or from the loss
         marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the distance between two tensors, which is infinite if their shapes or the positions of NaNs differ."""
+    """Return the relative error of a tensor; infinite if the shapes or the positions of non-finite values differ."""
     return apart(name, actual, expected, training_error)

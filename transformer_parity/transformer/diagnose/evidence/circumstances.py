@@ -1,4 +1,4 @@
-"""Conditions under which a port differs: all cases that differ satisfy them, and no cases that agree do."""
+"""Find the conditions under which a port differs: properties that only the differing cases have, such as padding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformer_parity.transformer.cases.case import DECODE, Case
 
 EVIDENCE = 3  # minimum number of cases that agree and don't satisfy the condition
-EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes for which a condition may be an exact value
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes whose exact value can be a condition
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
-    """Return the conditions, if any, that distinguish cases that differ from cases that agree.
+    """Return a sentence about the conditions under which cases differ, or "" if no conditions are found.
 
     Args:
         differ: Cases of one stage that differ.
@@ -28,7 +28,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
         if len(differ) == 1:
             return f"only {differ[0].name} differs, the only case with {words}"
         return f"exactly the cases with {words} differ"
-    if len(differ) == 1:  # a single case can satisfy two conditions by coincidence
+    if len(differ) == 1:  # a single case may satisfy two conditions by chance
         return ""
     if second := [other for other, left in _shared(differ, rest) if not left]:
         return f"exactly the cases with {words} and {second[0]} differ"
@@ -55,7 +55,7 @@ def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str
 
 
 def _numbers(case: Case) -> Mapping[str, float]:
-    """Return the sizes of a case."""
+    """Return the sizes and the numeric settings of a case, by their descriptions."""
     (batch, source_length), search, settings = case.inputs["source_ids"].shape, case.search, case.settings
     found: dict[str, float] = {"a batch size": batch, "a source length": source_length}
     if case.stage != DECODE:
@@ -70,7 +70,7 @@ def _numbers(case: Case) -> Mapping[str, float]:
 
 
 def _facts(case: Case) -> set[str]:
-    """Return the statements that are true for a case."""
+    """Return the descriptions of all features that a case has, for example "padding in the source"."""
     inputs, pad_id, trains = case.inputs, case.config.pad_id, case.settings is not None
     found = {
         "padding in the source": (inputs["source_ids"] == pad_id).any(),

@@ -1,4 +1,4 @@
-"""Test whether float64 tensors match up to rounding, and which model or batch size matches the factor between them."""
+"""Compare float64 tensors up to rounding errors, and express the factor between two tensors in model or batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a known 
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
-    """Whether every element is correct, with errors relative to the largest element."""
+    """Return whether no element has an error above ``far``, relative to the largest element of the correct tensor."""
     if actual.shape != wanted.shape:
         return False
     largest = max(float(np.abs(wanted).max(initial=0.0)), 1e-300)
@@ -29,22 +29,22 @@ def best_factor(actual: ndarray, wanted: ndarray) -> float:
 
 
 def written(factor: float) -> str:
-    """Return a factor with enough digits to distinguish it from one."""
+    """Return a factor as text, with enough digits to distinguish it from 1."""
     return next(text for digits in (6, 9, 12, 17) if (text := f"{factor:.{digits}g}") != "1" or digits == 17)
 
 
 def without_heads(array: ndarray) -> ndarray:
-    """Return [B, H, L, d] as [B, L, H * d], and any other array unchanged."""
+    """Reshape an array [B, H, L, d] to [B, L, H * d], and return arrays without a head axis unchanged."""
     return merge_heads(array) if array.ndim == 4 else array
 
 
 def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:
-    """Return the model or batch sizes that match a factor, or an empty string if there are none.
+    """Return a phrase that expresses a factor in model or batch sizes, or an empty string if no size matches.
 
     Args:
         ratio: The factor.
         config: Config of the model, or of its decoder.
-        case: The batch; None if the factor can't depend on it.
+        case: The case with the batch; None if the factor can't depend on batch sizes.
     """
     equal = [
         wording
@@ -82,7 +82,7 @@ def _sizes(config: TransformerConfig) -> dict[str, float]:
 
 
 def _counts(case: Case) -> dict[str, int]:
-    """Return the sizes of a batch. Positions include padding; tokens and labels don't."""
+    """Return the sizes of a batch. Numbers of positions include padding, but numbers of tokens and labels don't."""
     found = {"sentences": len(case.inputs["source_ids"])}
     for name, plural in (("source_ids", "source"), ("target_ids", "target")):
         if name in case.inputs:

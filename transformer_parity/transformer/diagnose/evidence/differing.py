@@ -1,4 +1,4 @@
-"""The tensors of a case that differ, and descriptions of groups of these tensors."""
+"""Determine which tensors of a case differ, and describe groups of these tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # pattern for the end of a parameter's name, by the description of the parameters
+KINDS = {  # patterns for the end of parameter names, by the description of the parameters
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # pattern for the end of a parameter's name, by the description of th
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # pattern for the beginning of a parameter's name, by the description of the place
+PLACES = {  # patterns for the beginning of parameter names, by the description of their place
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
@@ -42,7 +42,7 @@ PLACES = {  # pattern for the beginning of a parameter's name, by the descriptio
 
 @dataclass(frozen=True)
 class Differing:
-    """The tensors of a case, and which of them differ.
+    """The tensors of a case, and the names of the tensors that differ.
 
     Attributes:
         case: The case.
@@ -58,7 +58,7 @@ class Differing:
 
     @classmethod
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
-        """Return a case with the tensors that differ according to the findings for its stage."""
+        """Return the tensors of a case. The findings for its stage determine which tensors differ."""
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
         return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
@@ -71,18 +71,18 @@ class Differing:
 
     @cached_property
     def misshapen(self) -> list[str]:
-        """Names of the tensors with a different shape."""
+        """Names of the tensors whose shape is wrong."""
         names = [name for name in self.truth if name in self.actual]
         return [name for name in names if np.shape(self.actual[name]) != np.shape(self.truth[name])]
 
     def group(self, names: Sequence[str], prefix: str) -> str:
-        """Describe a group of compared parameters. Their tensor names start with ``prefix``."""
+        """Return a description of the parameters with the given tensor names, which all start with ``prefix``."""
         every = [name for name in (*self.wrong, *self.right) if name.startswith(prefix)]
         return described([name.removeprefix(prefix) for name in names], [name.removeprefix(prefix) for name in every])
 
 
 def described(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return a description of parameters that excludes all others in ``every``, or the first names if there is none."""
+    """Return a description that fits the named parameters but no others in ``every``, or else the first names."""
     some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
     layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
     places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}
@@ -98,19 +98,19 @@ def described(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first three names and the number of remaining names."""
+    """Return a text with the first three names and the number of remaining names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def differ(names: Sequence[str]) -> str:
-    """Return the verb form, singular or plural, that matches the number of tensors."""
+    """Return "differs" for a single name, and "differ" for multiple names."""
     return "differs" if len(names) == 1 else "differ"
 
 
 def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
-    """Return the factor between two tensors, or NaN if they don't differ by a factor."""
+    """Return the ratio of ``actual`` to ``truth``, or NaN if ``actual`` is not a multiple of ``truth``."""
     factor = best_factor(actual, truth)
-    # A factor explains the error only if it removes nearly all of the error.
+    # The factor is valid only if multiplying by it removes nearly all of the error.
     left = np.linalg.norm(actual - factor * truth)
     return factor if left <= min(same, 0.01 * abs(factor - 1.0)) * np.linalg.norm(truth) else np.nan
 
@@ -121,10 +121,10 @@ def by_factor(
     """Describe the factors by which all wrong tensors differ, if there are at most three different factors.
 
     Args:
-        shown: The case.
-        factors: The factor of each tensor.
-        prefix: Prefix of all tensor names.
-        sentence: Template of a sentence about one group of parameters and its factor.
+        shown: The tensors of the case.
+        factors: The factor of each wrong tensor.
+        prefix: Prefix of the names of these tensors, for example ``of`` for gradients.
+        sentence: Format string for a sentence about a group of parameters, with the fields ``group`` and ``factor``.
         batch: The case if a factor can depend on batch sizes, for example because of averaging; otherwise None.
     """
     values = {name: float(written(factor)) for name, factor in factors.items()}

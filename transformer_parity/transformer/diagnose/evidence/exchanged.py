@@ -1,4 +1,4 @@
-"""Gradients and weights that a port returns under the wrong names, and weights that it exports incorrectly."""
+"""Find gradients and weights that a port returns under the wrong names, and weights that it exports incorrectly."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformer_parity.transformer.diagnose.evidence.signatures import narrowed
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-LISTED = 3  # number of places in a sentence
-ENOUGH = 2  # minimum number of distinct values in a tensor for a match to be evidence
+LISTED = 3  # maximum number of blocks and of statements in a sentence
+ENOUGH = 2  # minimum number of distinct values; tensors with fewer values may match by chance
 
 
 def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
@@ -74,7 +74,7 @@ def exchanged_gradients(differing: Differing) -> str:
 
 
 def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) -> str:
-    """Report which weights a port exports incorrectly and how the first one differs, if there is a pattern.
+    """Report which weights a port exports incorrectly, or return "" if the first error has no recognizable pattern.
 
     Args:
         back: The exported weights, by parameter name.
@@ -104,7 +104,7 @@ def _shared(name: str, other: str) -> str:
 
 
 def _in_words(sources: Mapping[str, str], what: str) -> str:
-    """Describe the swapped tensors. A swap that occurs in multiple places is described once."""
+    """Describe the swapped tensors. If a swap occurs in multiple blocks, describe it once and list the blocks."""
     places: dict[str, list[str]] = {}
     done = set()
     for name, source in sources.items():

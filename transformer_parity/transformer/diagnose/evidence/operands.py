@@ -1,4 +1,4 @@
-"""Wrong operands of a block: the kernel or input of a projection, the terms of a sum, or the scores of a softmax."""
+"""Find wrong operands of a block: the kernel or input of a projection, a term of a sum, or the scores of a softmax."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
-SAME_SCORE = 1e-6  # absolute rounding error of a score computed as the logarithm of an attention weight
+SAME_SCORE = 1e-6  # absolute tolerance for scores that are computed as logarithms of attention weights
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 
 
 def of_operands(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the wrong kernel, input, term, axis, or mask that explains a block's error, if any.
+    """Describe the wrong kernel, input, term, axis, or mask that explains the error of a block.
+
+    Return an empty string if none of them explains the error. The functions for individual operands do the same.
 
     Args:
         name: Name of the first wrong tap.
@@ -42,7 +44,7 @@ def of_operands(
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Describe the parameter that the port uses instead of a projection's kernel, if any."""
+    """Describe the parameter that the port uses instead of the kernel of a projection."""
     own = f"{name}_proj"
     if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
         return ""
@@ -50,7 +52,7 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
     states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
     read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
-    wrong = (actual != right).any(-1)  # at padding, both have the reference's values
+    wrong = (actual != right).any(-1)  # both tensors contain the reference's values at padding
     for other, value in weights.items() if read is not None and wrong.any() else ():
         turned = {other: value, f"the transpose of {other}": value.T}
         for words, matrix in turned.items():
@@ -70,13 +72,13 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
 def other_input(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the tensor that a projection reads instead of its input, if any."""
+    """Describe the tensor that a projection reads instead of its correct input."""
     kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
     if not kernel.ndim or np.shape(alone[name]) != wanted[name].shape:
         return ""
     activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
-    wrong = (actual != right).any(-1)  # at padding, both have the reference's values
+    wrong = (actual != right).any(-1)  # both tensors contain the reference's values at padding
     if wrong.sum() < 2:
         return ""
     layer = re.sub(r"(\w+\.layers\.\d+\.|).*", r"\1", name)
@@ -92,12 +94,12 @@ def other_input(
 
 
 def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Describe wrong factors in a layer's output, which is a sum with pre-norm, if they explain its error."""
+    """Describe terms with a wrong factor in the output of a pre-norm layer, which is a sum of multiple terms."""
     layer = name.removesuffix(".output")
     terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
     if alone[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
     if len(rows) <= 2 * len(terms):
         return ""
@@ -113,12 +115,12 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
 
 
 def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Describe the wrong axis of a softmax or the scores that it fails to mask, if they explain its error."""
+    """Describe the wrong axis of a softmax, or the scores that the port doesn't mask before the softmax."""
     scores = np.asarray(wanted.get(f"{name.removesuffix('.weights')}.scores", ()), np.float64)
     if not name.endswith(".weights") or not np.shape(alone[name]) == wanted[name].shape == scores.shape:
         return ""
     actual, right = (np.asarray(array, np.float64) for array in (alone[name], wanted[name]))
-    whole = (actual != right).any(-1).all((1, 2))  # at padding, both have the reference's values
+    whole = (actual != right).any(-1).all((1, 2))  # both tensors contain the reference's values at padding
     sums, of_keys = actual[whole].sum(-1), actual[whole].sum(-2)
     if whole.any() and not is_close(sums, np.ones_like(sums)) and is_close(of_keys, np.where(of_keys > 0.5, 1.0, 0.0)):
         return "the weights add up to 1 over the queries instead of the keys: the softmax uses the wrong axis"
@@ -126,9 +128,9 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
     forbidden = (right == 0.0) & (actual > 0.0) & allowed.any(-1, keepdims=True)
     if forbidden.sum() < 2 or (right[actual == 0.0] > 0.0).any():
         return ""
-    with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be zero, and a query may have no keys
+    with np.errstate(divide="ignore", invalid="ignore"):  # weights may be zero, and a query may have no allowed keys
         logs = np.log(actual)
-        shifts = logs - scores  # the same for all keys of a query if the softmax reads these scores
+        shifts = logs - scores  # constant over the keys of a query if the port's scores are correct
         shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
         to_add, to_set = shifts - shift, logs - shift
     if np.abs(np.where(allowed, to_add, 0.0)).max() > SAME_SCORE:
@@ -145,11 +147,11 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
 def other_normed(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the tensors that a norm reads instead of its input, if any."""
+    """Describe the tensor, or the sum of two tensors, that a norm reads instead of its correct input."""
     norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
     if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     read = [
         one
         for one in list(wanted)[: list(wanted).index(name)]
@@ -168,18 +170,18 @@ def other_normed(
 
 
 def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Describe the parameters that a norm uses instead of the correct scale and bias, if any."""
+    """Describe the parameters that a norm uses instead of the correct scale and bias."""
     norm = name.removesuffix(".output")
     norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
     if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     if wrong.sum() < 3 or not scale.all():
         return ""
     normed, actual = (wanted[name][wrong] - bias) / scale, alone[name][wrong]
     means = normed.mean(0), actual.mean(0)
-    with np.errstate(divide="ignore", invalid="ignore"):  # a channel may be constant
+    with np.errstate(divide="ignore", invalid="ignore"):  # a channel may have zero variance
         factor = ((normed - means[0]) * (actual - means[1])).sum(0) / ((normed - means[0]) ** 2).sum(0)
     summand = means[1] - factor * means[0]
     if not is_close(normed * factor + summand, actual):
@@ -193,7 +195,7 @@ def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
 
 
 def _normed(norm: str, x: ndarray, weights: Mapping[str, ndarray], config: TransformerConfig) -> ndarray:
-    """Return the output of a norm."""
+    """Return the output of the named norm for the input ``x``."""
     scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     return layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
 
@@ -214,7 +216,7 @@ def _rows(array: ndarray) -> ndarray:
 
 
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield every tensor that is computed before a tap, and the residual sums in the tap's layer."""
+    """Yield the tensors that are computed before a tap, and the residual sums in the same layer, with descriptions."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
         array = np.asarray(tensors[other], np.float64)

@@ -1,8 +1,8 @@
-"""Patterns: which tensors of a case differ, how they differ, and starting at which step, while other tensors agree.
+"""Find patterns in a case: which tensors differ, how they differ, and at which training step the difference starts.
 
-Each function returns a sentence that describes one pattern, or an empty string. Patterns are derived from the findings
-and from the tensors of the port and the reference. A sentence states a cause only if no other cause leads to the same
-pattern.
+Each function returns a sentence that describes one pattern, or an empty string if the case doesn't have the pattern.
+Patterns are derived from the findings and from the tensors of the port and the reference. A sentence states a cause
+only if no other cause leads to the same pattern.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ def right_loss(shown: Differing) -> str:
 
 
 def targets(shown: Differing) -> str:
-    """Derive the target probabilities of the loss from the gradient of the logits.
+    """Report wrong target probabilities in the loss, which the function derives from the gradient of the logits.
 
-    The gradient is ``prediction - target`` if the target's probabilities sum to one. Otherwise, it is
-    ``total * prediction - target``.
+    The gradient is ``total * prediction - target``, where ``total`` is the sum of the target probabilities. If the loss
+    is correct, ``total`` is 1.
     """
     case, name = shown.case, "at logits"
     if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
         return ""
     labels, pad_id = case.inputs["labels"], case.config.pad_id
     counted = labels != pad_id
-    zeros = np.zeros_like(shown.truth[name])  # logits that predict 1 / V for every token
+    zeros = np.zeros_like(shown.truth[name])  # logits of zero predict the probability 1 / V for every token
     right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
     actual, truth = (counted.sum() * found[name][counted] for found in (shown.actual, shown.truth))
     is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]
@@ -103,7 +103,7 @@ def targets(shown: Differing) -> str:
     rows = np.stack([np.ones(others.sum()), prediction[others]], axis=-1)
     _, total = np.linalg.lstsq(rows, actual[others], rcond=None)[0]
     found = total * prediction - actual
-    if not 0.5 < total < 1.5:  # the loss is scaled, which the target probabilities can't explain
+    if not 0.5 < total < 1.5:  # the full loss is scaled, so the target probabilities don't explain the gradient
         return ""
     if any(np.ptp(found[group]) > SAME for group in groups.values()):
         return ""
@@ -147,20 +147,20 @@ def transformed_gradients(shown: Differing) -> str:
 
 
 def wrong_parameters(shown: Differing) -> str:
-    """Report which gradients differ and, with post-norm, which of them the backward pass computes first."""
+    """Report which gradients differ. For post-norm models, also report which one the backward pass computes first."""
     names = [name for name in _parameters(shown) if not is_noise(name)]
     agree = [name for name in shown.right if name.startswith("of ") and not is_noise(name)]
     if not names or not agree:
         return ""
     which = "gradient" if len(names) == 1 else "gradients"
     sentence = f"the {which} of {shown.group(names, 'of ')} {differ(names)}, and {len(agree)} agree"
-    if shown.case.config.norm_order != "post":  # the tensors are not in backward-pass order
+    if shown.case.config.norm_order != "post":  # tensors aren't in backward-pass order
         return sentence
     return f"{sentence}; of these, the backward pass computes {names[0].removeprefix('of ')} first"
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Report that the errors of float64 losses and gradients don't exceed float32 rounding errors."""
+    """Report that the errors of float64 losses and gradients are as small as float32 rounding errors."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [
@@ -175,7 +175,7 @@ def as_small_as_rounding(shown: Differing) -> str:
 
 
 def first_wrong_token(shown: Differing) -> str:
-    """Report the sentences in which a search returns different tokens, and the first such token."""
+    """Report in how many sentences a search returns different tokens, and the position of the first such token."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
     mine, theirs = shown.actual[TOKENS], shown.truth[TOKENS]
@@ -194,7 +194,7 @@ def first_wrong_token(shown: Differing) -> str:
 
 
 def wrong_sentences(shown: Differing) -> str:
-    """Report whether exactly the padded sentences differ."""
+    """Report how many sentences differ, if only padded sentences differ."""
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
         return ""
@@ -233,7 +233,7 @@ def patterns(shown: Differing) -> list[str]:
 
 
 def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[Case, Arrays | None]]) -> Iterator[str]:
-    """Yield sentences that compare the differing cases of a stage with the agreeing cases, if there are any."""
+    """Yield sentences that compare the differing cases of a stage with its agreeing cases."""
     differ = {f.case for f in findings if f.verdict == DIVERGES and f.dtype == "float64"}
     agree = sorted({f.case for f in findings if f.verdict == AGREES} - differ)
     if not agree:
@@ -264,7 +264,7 @@ def _parameters(shown: Differing) -> list[str]:
 
 
 def _padded_only(rows: ndarray, padded: ndarray, side: str) -> str:
-    """Report that all wrong sentences are padded, and whether all padded sentences are wrong."""
+    """Return a phrase about padding if all wrong sentences are padded, or an empty string otherwise."""
     if not rows.any() or padded.all() or not padded[rows].all():
         return ""
     every = "exactly those" if np.array_equal(rows, padded) else "all of them"

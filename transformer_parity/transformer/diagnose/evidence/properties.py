@@ -1,8 +1,9 @@
-"""Properties of every correct model, measured on a port whose error has an unknown cause.
+"""Test whether a port has the properties of every correct model, if the cause of its error is unknown.
 
-The port is rerun with changes whose effect on a correct model is known: on the same input twice, on an individual
-sentence, without padding, with a different last token, and with slightly perturbed weights. Each statement describes
-the result of such a run and is never a guess based on the size of an error.
+The tests rerun the port and change something whose effect on a correct model is known. They run the same input twice,
+each sentence in a separate batch, a sentence without its padding, a sentence with a different last token, and a model
+with slightly perturbed weights. Each statement describes the result of such a run. It is never inferred from the size
+of an error.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 from transformer_spec.config import TransformerConfig
 
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative tolerance; rounding may depend on the batch shape
-SMALL = 2.0**-6  # relative error that no rounding to a dtype exceeds
+SMALL = 2.0**-6  # rounding to any supported dtype has smaller relative errors
 LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smaller relative errors are normal
 NOISE = 30.0  # rounding can't explain effects larger than this multiple of the rounding error
-LEAST = 1e-6  # smallest relative perturbation of weights, which are float32
+LEAST = 1e-6  # minimum relative perturbation; float32 weights can't represent much smaller changes
 MIXED = "for example, due to a wrong mask, length, or position"
 CALLS = 20  # number of calls that almost certainly detects a dropout rate of 0.001 in one place
 REDRAWN = 0.3  # minimum relative change of a rounding error if the weights are perturbed; other errors change far less
@@ -46,41 +47,41 @@ Ids = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of one port and the reference on variants of a case, in a single dtype."""
+    """Runs a port in one dtype and the float64 reference on the inputs of a case, with different weights."""
 
     case: Case
     port: Implementation
     placement: Placement
 
     def load(self, weights: Mapping[str, ndarray]) -> LoadedPort:
-        """Return the port with the given weights."""
+        """Load the port with the given weights."""
         return self.port.load(self.case.config, given(weights, self.placement.dtype), self.placement)
 
     def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
-        """Return the error of the port's output, and the output of the reference."""
+        """Return the difference between the outputs of the port and the reference, and the output of the reference."""
         truth = DEFINITION.load(self.case.config, weights, Placement("float64"))
         expected = output(truth, self.case.inputs, self.case.config)
         return output(self.load(weights), self.case.inputs, self.case.config) - expected, expected
 
 
 def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
-    """Return the properties of a correct model that a port lacks. Properties that explain others come first.
+    """Return the properties of a correct model that a port lacks, in the order in which to investigate them.
 
     Args:
         case: A case that runs the full model on source and target IDs.
         port: The port.
-        placement: The dtype and device to run it with.
-        noise: The port's relative error if it is a rounding error. Effects of this size are ignored.
+        placement: The dtype and device with which to run the port.
+        noise: Relative rounding error of the port, or 0 if it is unknown. Effects of this size are ignored.
 
     Returns:
-        A sentence for each property; empty if the port has all of them, or if this case can't detect them.
+        A sentence for each missing property; empty if the port has all properties, or if the tests can't use this case.
     """
     if case.block or case.inputs.keys() != {"source_ids", "target_ids"} or placement.dtype not in SAME:
         return []
-    if case.is_long:  # running it once for each token would take minutes
+    if case.is_long:  # running the port once for each token would take minutes
         return []
     found: list[str] = []
-    with suppress(Exception):  # a port may support only the case's own shapes
+    with suppress(Exception):  # a port may support only the shapes of the case
         loaded = _Runs(case, port, placement).load(case.load_weights())
         if random := is_random(loaded, case):
             return [random]
@@ -93,14 +94,14 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
 
 
 def output(loaded: LoadedPort, inputs: Ids, config: TransformerConfig) -> ndarray:
-    """Return the logits, computed from copies of the inputs, with zeros where the end of a target is padded."""
+    """Run a model on copies of the inputs, and return the logits, with zeros at padding at the end of a target."""
     found = np.asarray(loaded.run("", given(inputs, "float64"), taps=True).output, np.float64)
     read = before_padding(inputs["target_ids"], config.pad_id)
     return np.where(read[:, :, None], found, 0.0)
 
 
 def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
-    """Return how the output without taps differs from the output with taps."""
+    """Return a sentence that describes how the output without taps differs from the output with taps."""
     fast, explicit = (loaded.run(case.block, given(case.inputs, "float64"), taps=taps).output for taps in (False, True))
     error = distance("output", {"output": fast}, {"output": explicit})
     if error <= tolerance / 2:
@@ -114,7 +115,7 @@ def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
 
 
 def is_random(loaded: LoadedPort, case: Case) -> str:
-    """Report that two calls on the same input return different results, if they do."""
+    """Return a message if two calls on the same input return different results, or an empty string otherwise."""
     once = output(loaded, case.inputs, case.config)
     calls = (output(loaded, case.inputs, case.config) for _ in range(1 if case.is_long else CALLS))
     again = next((other for other in calls if not np.array_equal(once, other, equal_nan=True)), None)
@@ -125,7 +126,7 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
 
 
 def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
-    """Report that the losses of two runs on the same input differ, if they do."""
+    """Return a message if the losses of two runs on the same input differ, or an empty string otherwise."""
     once, again = runs
     errors = [distance(name, again, once) for name in once if name.endswith(LOSS)]
     if not max(errors, default=0.0) > ROUNDED_LOSS:
@@ -136,13 +137,13 @@ def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
 
 
 def remedy() -> str:
-    """Return instructions for computing in float64, for the frameworks that this process has imported."""
+    """Return instructions for computing in float64 with the frameworks that this process has imported."""
     ways = [way for module, way in REMEDIES.items() if module in sys.modules]
     return f": {' or '.join(ways)}" if ways else ""
 
 
 def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, ndarray]) -> str:
-    """Report that all outputs have only float32 precision although float64 was requested, if that is the case."""
+    """Return a message if all float64 outputs have only float32 precision, or an empty string otherwise."""
     names = [name for name in shown if name in truth and truth[name].size >= ENOUGH and truth[name].dtype == np.float64]
     read = Read.of(case, truth).combine(
         {name: shown[name] for name in names}, {name: 0.0 * truth[name] for name in names}
@@ -155,9 +156,9 @@ def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, n
 
 
 def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[str, float]:
-    """Report that an error is a rounding error, and its size; empty if it isn't or if this can't be determined.
+    """Return a message and the relative error if the port's error is a rounding error, or ``("", 0.0)`` otherwise.
 
-    The weights are perturbed slightly, which changes a rounding error randomly, but hardly affects any other error.
+    The test perturbs the weights slightly. This changes a rounding error randomly but hardly affects other errors.
     """
     if case.block or placement.dtype not in SAME:
         return "", 0.0
@@ -186,7 +187,7 @@ def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[st
 
 
 def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Run each sentence in its own batch."""
+    """Run each sentence in a separate batch, which must not change its logits."""
     whole, alone = output(loaded, inputs, config), []
     for row in range(len(whole)) if len(whole) > 1 else ():
         sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}
@@ -197,7 +198,7 @@ def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, sa
 
 
 def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Replace the last token of a target, and then remove it."""
+    """Replace the last token of a target, and then remove it. Neither change may affect earlier logits."""
     rows = np.flatnonzero((inputs["target_ids"] != config.pad_id).all(1))[:1]
     if not len(rows) or inputs["target_ids"].shape[1] < 2:
         return
@@ -216,7 +217,7 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
 
 
 def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Remove the padding of each source sentence."""
+    """Remove the padding of each source sentence, which must not change its logits."""
     found = []
     for row, ids in enumerate(inputs["source_ids"]):
         length = int((ids != config.pad_id).sum())

@@ -1,7 +1,7 @@
-"""Signatures: characteristics of a block's error, for errors that no candidate explains.
+"""Signatures: recognizable patterns in the error of a block, for errors that no candidate explains.
 
-Each signature compares two tensors: the result that a block computed from correct inputs, and the correct result. It
-describes an observation that only a few bugs cause. In contrast, the size or the position of an error can have many
+The functions compare two tensors: the result that a block computed from correct inputs, and the correct result. Only a
+few bugs cause each of these patterns. In contrast, an error of a given size or at a given position can have many
 causes, so ``places`` reports positions separately. Tensors have the same axes as their taps: the first axis is
 the sentence, the second axis is the head if there are four axes, and the second-to-last axis is the position.
 """
@@ -29,7 +29,7 @@ ENOUGH = 8  # minimum number of values for which a pattern can't be a coincidenc
 NARROW = ("bfloat16", "float16", "float32")
 LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the smallest relevant error are certainly rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
-LEAST = 0.02  # minimum fraction of values or vectors that must be dropped and that must be kept
+LEAST = 0.02  # minimum fraction of dropped values or vectors, and of remaining ones
 
 
 def signatures(
@@ -40,15 +40,16 @@ def signatures(
     far: float = SAME,
     case: Case | None = None,
 ) -> list[str]:
-    """Return descriptions of a tensor's error, the most specific first, if it has a recognizable pattern.
+    """Return descriptions of all recognizable patterns in the error of a tensor, starting with the most specific one.
 
     Args:
         actual: The port's result.
         wanted: The correct result.
         config: Config of the model.
         weights: Weights of the model, used to recognize a vector that is added or missing.
-        far: Smallest relative error of a wrong element.
-        case: The batch, used to recognize its sizes in a factor; None if the tensor is not a sum over the batch.
+        far: Relative error above which an element is wrong.
+        case: The case with the batch, used to recognize batch sizes in a factor; None if the tensor is not a sum over
+            the batch.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
@@ -65,7 +66,7 @@ def signatures(
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
-    """Return the sentences, heads, and positions at which a tensor is wrong, if it is correct at others."""
+    """Report the sentences, heads, and positions at which a tensor is wrong, unless it is wrong at all of them."""
     if actual.shape != wanted.shape or actual.ndim < 3:
         return []
     wrong, doubtful = (
@@ -79,7 +80,7 @@ def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
     for what, axis in axes.items():
         others = tuple(other for other in range(wrong.ndim) if other != axis)
         of_axis = np.asarray(wrong.any(axis=others))
-        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # errors this small may be due to rounding
+        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # some errors may be due to rounding
             continue
         if of_axis.any() and not of_axis.all():
             listed = _shortened(np.flatnonzero(of_axis).tolist())
@@ -93,7 +94,7 @@ def _wrong(actual: ndarray, wanted: ndarray, far: float) -> ndarray:
 
 
 def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
-    """Report a single value, far below all others, that replaces some elements, as masking does in scores."""
+    """Report that some elements have the same very low value, as in masked scores, and that all others are correct."""
     wrong = _wrong(actual, wanted, far)
     values = np.unique(actual[wrong])
     if len(values) != 1 or wrong.sum() < ENOUGH or wrong.all() or not values[0] < -10.0 * np.abs(wanted).max():
@@ -115,7 +116,7 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 
 
 def _offset_of(keys: ndarray) -> str:
-    """Return a phrase for the distance of keys [B, H, L, L] from their queries, if it is the same everywhere."""
+    """Return a phrase for the distance between keys [B, H, L, L] and their queries, or "" if the distance varies."""
     _, _, query, key = np.nonzero(keys)
     offsets = np.unique(key - query)
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
@@ -127,7 +128,7 @@ def _offset_of(keys: ndarray) -> str:
 
 
 def narrowed(actual: ndarray, wanted: ndarray) -> str:
-    """Report that a tensor has the precision of a narrower dtype than it should have, if that is the case."""
+    """Return a message if a tensor has only the precision of a narrower dtype, or an empty string otherwise."""
     if actual.shape != wanted.shape:
         return ""
     # Zeros and rounding noise can be represented in any dtype.
@@ -142,7 +143,7 @@ def narrowed(actual: ndarray, wanted: ndarray) -> str:
 
 
 def is_of(array: ndarray, dtype: str) -> bool:
-    """Whether every value of an array is exactly representable in a dtype."""
+    """Return whether a dtype can represent every value of an array exactly."""
     return bool(np.array_equal(array.astype(dtype).astype(array.dtype), array))
 
 
@@ -156,7 +157,7 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
 
 
 def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
-    """Report signs of dropout: zeros, or sums with missing terms, while all other values are scaled up."""
+    """Report signs of dropout: some values are zero or lack terms of a sum, and all other values are scaled up."""
     for width, words in ((1, "values"), (actual.shape[-1], "vectors")):
         values, right = actual.reshape(-1, width), wanted.reshape(-1, width)
         size = np.abs(right).max(-1)
@@ -177,7 +178,10 @@ def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, ndarray]:
-    """Return a factor above 1 that many vectors [N, width] share, and which vectors share it, or else 1 and none."""
+    """Return the factor above 1 by which many vectors [N, width] are scaled, and a mask of these vectors.
+
+    If no vector is scaled up, the factor is 1 and the mask selects the correct vectors.
+    """
     size = np.square(right).sum(-1)
     factors = (values * right).sum(-1) / size
     is_multiple = np.abs(values - factors[:, None] * right).max(-1) <= noise
@@ -189,7 +193,7 @@ def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, nd
 def _factor(
     actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig, case: Case | None
 ) -> Iterator[str]:
-    """Report a constant factor."""
+    """Report that all values are zero, or that all values are scaled by the same factor."""
     if not actual.any():
         yield "all values are zero"
         return
@@ -200,7 +204,7 @@ def _factor(
 
 
 def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:
-    """Report a vector that is added at every position, or missing."""
+    """Report a vector, such as a bias, that is missing at every position or is added once too often."""
     difference = actual - wanted
     if difference.ndim < 2 or difference.shape[-1] == difference.size:
         return
@@ -218,7 +222,7 @@ def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, 
 
 
 def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
-    """Report correct values in the wrong places."""
+    """Report that the values are correct but in the wrong order, for example because the heads are permuted."""
     if actual.ndim == 4 and actual.shape[1] > 1 and (order := _matching(actual, wanted, 1, far)):
         yield f"the heads are in the order {order}"
     elif order := _matching(actual, wanted, actual.ndim - 1, far):
@@ -230,7 +234,7 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
-    """Return the permutation along an axis that makes the tensors match, unless it is trivial or doesn't exist."""
+    """Return the permutation along an axis that makes the tensors match, or [] if there is none or it is trivial."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
         return []

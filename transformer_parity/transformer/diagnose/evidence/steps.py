@@ -1,4 +1,4 @@
-"""Patterns in training: which losses and weights differ, starting at which step, and which methods use old weights."""
+"""Find patterns in training: which losses and weights differ, from which step on, and which methods use old weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import SNAPSHOTS, other_calls
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
-LEAST_OF_A_MOVE = 0.01  # fraction of a step's weight change; an error of this size affects the next loss
+LEAST_OF_A_MOVE = 0.01  # minimum error, relative to a step's weight change, that affects the next loss
 METHODS = {"logits": "`forward`", "tokens": "`generate`"}
 PARTS = {  # prefixes of parameter names, by the description of the parameters
     "all parameters": ("",),
@@ -34,7 +34,7 @@ PARTS = {  # prefixes of parameter names, by the description of the parameters
 
 
 def rounded_weights(shown: Differing) -> str:
-    """Report float64 weights with only float32 precision after a step."""
+    """Report that all float64 weights that differ after a step have only float32 precision."""
     names = [name for name in shown.wrong if shown.case.stage == STEPS and " weight " in name]
     if not names or not all(is_of(shown.actual[name], "float32") for name in names):
         return ""
@@ -44,7 +44,7 @@ def rounded_weights(shown: Differing) -> str:
 
 
 def right_losses(shown: Differing) -> str:
-    """Report training in which the losses are correct although no weight is correct after the first step."""
+    """Report that all losses are correct although all returned weights are wrong after the first step."""
     prefix = f"step {SNAPSHOTS[0]} weight "
     losses = [name for name in shown.right if name.endswith(f" {LOSS}")]
     if shown.case.stage != STEPS or not losses or any(name.endswith(f" {LOSS}") for name in shown.wrong):
@@ -64,7 +64,7 @@ def right_losses(shown: Differing) -> str:
 
 
 def first_wrong_step(shown: Differing) -> str:
-    """Report the first step at which losses differ."""
+    """Report the first training step in which the loss differs."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
     first, restart = min(wrong, default=0), shown.case.restart
     moved = [int(name.split()[1]) for name in shown.wrong if " weight " in name]
@@ -74,7 +74,7 @@ def first_wrong_step(shown: Differing) -> str:
             return f"{sentence}, and weights already differ after step {min(moved)}"
         if restart and first - restart in (1, 2):
             return f"{sentence}; training restarts after step {restart} with a new optimizer"
-        if shown.case.rows:  # the port may also mishandle the next batch, because its size differs
+        if shown.case.rows:  # the next batch has a different size, which the port may not handle correctly
             return (
                 f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
             )
@@ -96,7 +96,7 @@ def only_between_steps(shown: Differing) -> str:
 
 
 def moved_weights(shown: Differing) -> str:
-    """Report how far the weights have moved by the first snapshot in which they differ."""
+    """Report which weights differ in the first snapshot with differences, or by which factor they moved too far."""
     if shown.case.stage != STEPS:
         return ""
     start = shown.case.load_weights()
@@ -150,13 +150,13 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
                 since = f"after step {older}" if older else "before the first step"
                 or_some = (
                     ", or some of them" if all(name.endswith(" tokens") for name in wrong) else ""
-                )  # tokens are less specific than logits
+                )  # different weights can lead to the same tokens
                 return f"after step {step}, {methods} used the weights that {part} had {since}{or_some}"
     return ""
 
 
 def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
-    """Whether the reference with the given weights returns the same results after a step as the port."""
+    """Return whether the reference, with the given weights, returns the same results after a step as the port."""
     loaded = DEFINITION.load(case.config, weights, Placement("float64"))
     found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
     return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())

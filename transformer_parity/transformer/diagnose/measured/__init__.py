@@ -1,1 +1,1 @@
-"""Settings that are measured in a port's tensors: learning rates, optimizer settings, and search parameters."""
+"""Measure the settings of a port in its tensors: learning rates, optimizer settings, and search parameters."""

@@ -1,4 +1,4 @@
-"""Measurement of optimizer settings (betas, epsilon, and clip norm) and of how far each tensor moves."""
+"""Measure a port's optimizer settings (betas, epsilon, and clip norm) and the length of its steps for each tensor."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
-EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the bug catalog contains 1e-8
-CLOSE = 1e-3  # relative tolerance: above the effect of epsilon, below the effect of an extra step on a correction
+EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # without 1e-8, which is in the bug catalog
+CLOSE = 1e-3  # relative tolerance; epsilon changes a step by less, and one more step changes a correction by more
 GROUPS = 3  # maximum number of different factors in a sentence
-COUNTED = 200  # largest step count that is recognized
-RANGES = {  # logarithms of the value, of 1 - beta, or of the clip norm divided by the first gradient norm
+COUNTED = 200  # largest step number that is recognized in a bias correction
+RANGES = {  # ranges of log(epsilon), log(1 - beta), and the logarithm of clip norm / first gradient norm
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
     "epsilon": (math.log(1e-14), math.log(1.0)),
@@ -43,14 +43,14 @@ MOST = 12  # significant digits of a measured value
 
 
 def optimizer_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return common settings, and per-tensor step lengths that explain the first weights that the port returned."""
+    """Return candidates with common optimizer settings, and candidates that explain the first weights of the port."""
     if case.settings is None:
         return []
     return [*_common_settings(case), *_by_tensor(case, shown)]
 
 
 def _common_settings(case: Case) -> Iterator[Bug]:
-    """Yield values that ports often hard-code instead of using the given settings."""
+    """Yield candidates with values that ports often hard-code instead of using the given settings."""
     given = case.training
     betas = [{"beta1": one, "beta2": two} for one, two in product(*BETAS.values())]
     betas += [{name: value} for name, values in BETAS.items() for value in values]
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Bug]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
-    """Yield candidates about tensors that move more or less than other tensors, or not at all."""
+    """Yield candidates in which some tensors move more or less than the other tensors, or not at all."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -80,7 +80,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
         return
     factors = {name: best_factor(moved[name], x) for name, x in right.items()}
     far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
-    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding of weights that barely move
+    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding errors of weights that barely move
     if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
         other = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > 1e-7}
         if other and len(other) < len(names):
@@ -89,7 +89,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
 
 
 def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Bug]:
-    """Yield bugs that multiply some tensors' steps by a factor, which is zero for tensors that never move."""
+    """Yield bugs that multiply the steps of some tensors by a factor. The factor is 0 for tensors that never move."""
     rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
     if len(groups) > GROUPS:
@@ -141,10 +141,10 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
 
 
 def measured_number(trials: Trials) -> Attempt | None:
-    """Return a single optimizer setting that explains every tensor of a case, or None if there is none.
+    """Measure one optimizer setting that explains every tensor of a case, or return None if no setting does.
 
-    In an individual case, a larger epsilon can have the same effect as a smaller clip norm. Prefer a setting that
-    explains all cases.
+    In a single case, a larger epsilon can have the same effect as a smaller clip norm. Therefore, the function prefers
+    a setting that explains all cases.
 
     Args:
         trials: A training case with the port's tensors.
@@ -160,7 +160,7 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Yield values of a setting that reproduce the port's loss in a step, if they also explain all other tensors."""
+    """Find values of a setting that reproduce the port's loss in a step, and yield those that explain all tensors."""
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 
@@ -180,9 +180,9 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 
 
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
-    """Return a measured setting, rounded to the fewest digits with which it still explains every tensor.
+    """Return the attempt with a measured value, rounded to the fewest digits with which it still explains every tensor.
 
-    Return None if the setting doesn't explain every tensor. If multiple candidates use the same value, prefer one that
+    Return None if the value doesn't explain every tensor. If multiple candidates use the value, prefer a candidate that
     also reproduces all other cases.
     """
     usual = getattr(trials.case.training, name)
@@ -200,13 +200,13 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
 
     if not explains(MOST):
         return None
-    shortest = rounded(next(filter(explains, range(1, MOST + 1))))  # removes the measurement error
+    shortest = rounded(next(filter(explains, range(1, MOST + 1))))  # rounding removes the measurement error
     choices = [instead_of_usual(shortest), *_of_clipping(name, shortest, usual)]
     return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), choices[0]))
 
 
 def _of_clipping(name: str, value: float, usual: float) -> Iterator[Candidate]:
-    """Yield candidates that, if clipping is enabled, change the clip norm to a constant or multiply it by a factor."""
+    """Yield candidates that set the clip norm to a constant or multiply it by a factor, only if clipping is enabled."""
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {

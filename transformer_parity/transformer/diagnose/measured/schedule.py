@@ -1,7 +1,7 @@
-"""Measurement of a port's learning rate at each step.
+"""Measure the learning rate that a port uses in each step.
 
 The direction of an Adam step doesn't depend on the learning rate, so the weights after a step determine the rate. If
-the port doesn't return these weights, the loss at the next step determines the rate. The rates explain a port only if
+the port doesn't return these weights, the loss in the next step determines the rate. The rates explain a port only if
 the reference, trained with these rates, reproduces all of the port's losses and weights.
 """
 
@@ -32,15 +32,16 @@ LISTED = 5  # maximum number of rates or factors in a sentence
 def measured_rates(case: Case, shown: Arrays) -> list[float]:
     """Return the learning rate at each step, or an empty list if no rates explain every loss and every weight.
 
-    Two rates can lead to the same loss. The search first tries a rate near the previous step's rate, then near the
-    same multiple of the scheduled rate, and then near the scheduled rate.
+    Multiple rates can lead to the same loss, so the result depends on the initial guess for each rate. The function
+    tries three guesses: the rate of the previous step, the scheduled rate multiplied by the factor of the previous
+    step, and the scheduled rate.
 
     Args:
         case: A training case.
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
-    if not later_weights:  # only later weights can contradict the rates
+    if not later_weights:  # only weights after step 1 can contradict the rates
         return []
     shapes = {name: array.shape for name, array in case.load_weights().items()}
     if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
@@ -60,7 +61,10 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
 
 
 def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
-    """Return the rate at each step, found near a guess based on earlier rates, or [] if no rates are consistent."""
+    """Return the rate in each step, or [] if no rates explain the tensors.
+
+    ``guess`` returns the initial guess for a rate, based on the earlier rates.
+    """
     weights = case.load_weights()
     model = Transformer.from_weights(case.config, weights, "float64")
     trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}
@@ -102,7 +106,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
 
 
 def _projected(moved: Arrays, moves: Arrays) -> float:
-    """Return the ratio between how far all weights moved and the given moves."""
+    """Return the ratio of the weight changes in the port to the weight changes in the reference (least squares)."""
     ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
     return best_factor(theirs, ours) if ours.any() and ours.shape == theirs.shape else math.nan
 
@@ -128,14 +132,19 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
 
 
 def _usual(case: Case, step: int, factor: int = 1, shift: int = 0) -> float:
-    """Return the scheduled learning rate at step ``factor * n + shift`` for n = step. A restart resets n to 1."""
+    """Return the scheduled learning rate for the step number ``factor * n + shift``.
+
+    ``n`` is the number of the step, counted from the last restart.
+    """
     n = step - case.restart if case.restart and step > case.restart else step
     number = factor * n + shift
     return case.training.learning_rate(number, case.config.d_model) if number > 0 else 0.0
 
 
 def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
-    """Describe measured learning rates with as few numbers as possible, or return "" if there are none.
+    """Describe measured learning rates with as few numbers as possible.
+
+    Return an empty string if there are no rates or if they are correct.
 
     Args:
         case: The training case.
@@ -153,7 +162,7 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     for words, (factor, shift) in numbers.items():
         expected = [_usual(case, step, factor, shift) for step in range(1, len(rates) + 1)]
         if np.allclose(rates, expected, FLOAT32, rounding):
-            # If the rates are correct, something else causes the difference.
+            # If the rates are correct, the difference has a different cause.
             return "" if words == "n" else f"step n uses settings.learning_rate({words}, d_model)"
     factors = [rate / _usual(case, step) for step, rate in enumerate(rates, 1)]
     by_factor, by_rate = _runs(factors), _runs(rates)
@@ -171,7 +180,7 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
-    """Return each value, rounded to the digits that float32 distinguishes, with its first and last step."""
+    """Return each run of equal values: the value, rounded to five digits, and the first and last step of the run."""
     steps = enumerate((f"{value if abs(value) > FLOAT32 * max(values) else 0:.5g}" for value in values), 1)
     runs = [(value, [step for step, _ in some]) for value, some in groupby(steps, key=lambda one: one[1])]
     return [(value, some[0], some[-1]) for value, some in runs]

@@ -1,4 +1,4 @@
-"""Search rules that are measured directly in the returned tokens: a minimum length and a repetition penalty."""
+"""Measure search rules in the tokens that a port returned: a minimum length and a repetition penalty."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from transformer_spec.config import TransformerConfig
 
 LISTED = 3  # the bug catalog contains minimum lengths up to this value
 PENALTIES = [round(1.0 + hundredths / 100, 2) for hundredths in range(1, 201)]
-IN_PLACE = {  # expressions that select the scores to which a repetition penalty applies, by the name of these scores
+IN_PLACE = {  # conditions for applying a repetition penalty to log-probabilities instead of logits
     "logits": "False",
     "log-probabilities": "True",
-    "logits, or log-probabilities in beam search": "ids.shape[1] > 1",  # as in Hugging Face
+    "logits, or log-probabilities in beam search": "ids.shape[1] > 1",  # as in Hugging Face Transformers
 }
 
 
 def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
-    """Return the best hypothesis for each sentence [B, T], padded, or None if the port returned no tokens.
+    """Return the tokens of the best hypothesis for each sentence [B, T], padded, or None if there are no valid tokens.
 
     Args:
         case: A case with a search.
@@ -36,7 +36,7 @@ def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
     """
     if case.search is None or TOKENS not in shown or shown[TOKENS].ndim != 3:
         return None
-    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # -1 after the last token
+    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # ``TOKENS`` contains ID + 1, and 0 after the last token
     if ids.max(initial=0) >= case.config.target_vocab_size:  # the decoder would reject such an ID
         return None
     return np.where(ids < 0, case.config.pad_id, ids)
@@ -49,7 +49,7 @@ def read_before(case: Case, ids: ndarray) -> ndarray:
 
 
 def search_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
-    """Return the minimum length and the repetition penalties that explain the tokens, if any.
+    """Return candidates with a minimum length or a repetition penalty that is consistent with the tokens.
 
     Args:
         case: A case with a search.
@@ -76,12 +76,14 @@ def search_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
 
 
 def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
-    """Return the repetition penalty with the fewest digits that reproduces a greedy search's tokens, or None.
+    """Return the repetition penalty that reproduces the tokens of a greedy search, or None if there is none.
+
+    If multiple penalties reproduce them, return the penalty with the fewest digits.
 
     Args:
         case: A case with a greedy search.
         ids: The returned tokens [B, T].
-        scores: The scores of every next token [B, T, V].
+        scores: The logits or log-probabilities of each next token [B, T, V].
     """
     config = case.config
     plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
@@ -100,19 +102,21 @@ def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
 
 
 def before_the_end(ids: ndarray, config: TransformerConfig) -> ndarray:
-    """Return a mask [B, T] of the tokens up to and including the first EOS, because later tokens don't matter."""
+    """Return a mask [B, T] of the tokens up to and including the first EOS."""
     ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)
     return (ended == 0) | ((ended == 1) & (ids == config.eos_id))
 
 
 def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str]:
-    """Return the known search rules that explain every token at which a greedy search differs from ``forward``.
+    """Return observations that hold for every token at which a greedy search first departs from ``forward``.
+
+    Each observation suggests a search rule, for example that sentences must not repeat n-grams.
 
     Args:
         case: A case with a greedy search.
         ids: The tokens that the search returned [B, T].
         best: The tokens that ``forward`` prefers [B, T].
-        departs: Mask of the first token in each sentence at which the search differs from ``forward`` [B, T].
+        departs: Mask [B, T] of the first token in each sentence that differs from the choice of ``forward``.
     """
     config, places = case.config, np.argwhere(departs).tolist()
     counts = before_the_end(ids, config)

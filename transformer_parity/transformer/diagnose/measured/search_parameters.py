@@ -1,4 +1,4 @@
-"""Search parameters that a port may have replaced: beam size, length penalty, maximum length, and attention window."""
+"""Find the wrong beam size, length penalty, maximum length, or attention window with which a port searches."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ PADDED, SOURCES = "source_mask.shape[1]", "source_mask.sum(1)"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A search parameter that a port may have replaced.
+    """A search parameter for which a port may use a different value.
 
     Attributes:
-        words: Name of the bug, with braces for the value.
-        edits: Edits of the reference for each value, in ascending order of the values.
+        words: Format string for the name of the bug, with one field for the value.
+        edits: Edits to the reference for each value to try, in ascending order of the values.
     """
 
     words: str
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return a bug whose name lists all values that have the same effect, with the edits for the shortest value."""
+        """Return a bug whose name lists all given values, and whose edits use one of these equivalent values."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
@@ -50,7 +50,7 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """Yield, for each selection of other cases, the parameters that explain the port's tokens.
+    """Yield the parameters that explain the port's tokens, once for each selection of other cases.
 
     Args:
         trials: A case with a search.
@@ -75,7 +75,7 @@ def _reproduced(trials: Trials, parameter: Parameter, value: float) -> Attempt |
 
 
 def parameters(case: Case, shown: Mapping[str, ndarray]) -> list[Parameter]:
-    """Return every search parameter that may be wrong, with the values that are consistent with the tokens."""
+    """Return every search parameter that may be wrong, with the values to try."""
     ids = returned(case, shown)
     if ids is None:
         return []
@@ -114,7 +114,7 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
 
 
 def limited(limits: str) -> Edits:
-    """Return edits that replace a search's maximum lengths with an expression."""
+    """Return edits that replace the maximum lengths of all sentences in a search with the given expression."""
     return planned(
         f"limits = __import__('numpy').maximum({limits}, 1)",
         "plan = plan._replace(limits=limits, penalties=search._penalties(int(limits.max())))",
@@ -150,7 +150,7 @@ def _limits(case: Case, ids: ndarray) -> Iterator[Parameter]:
 
 
 def _window(case: Case, ids: ndarray) -> Parameter:
-    """Return the attention windows to try. The first wrong token of a greedy search limits their size."""
+    """Return the attention windows to try. In greedy search, the position of the first error limits their size."""
     last = ids.shape[1]
     usual = observed(TRUTH, case)
     expected = None if usual is None else returned(case, usual)

@@ -1,9 +1,9 @@
-"""Settings that are measured in a port's tensors: learning rate, weight decay, wavelengths, and positional encodings.
+"""Measure the learning rate, the weight decay, and the positional encodings of a port in its tensors.
 
-Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the right direction, but too far
-by the same factor, the learning rate at that step is wrong by this factor. ``schedule`` measures the rate at every step
-without identifying a cause. In contrast, this module recognizes a constant rate, a constant factor, and a different
-warmup. It also measures the first step of ports whose learning rates are not the only difference.
+Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the correct direction, but too
+far by the same factor, the learning rate of this step is too large by this factor. ``schedule`` measures the rate of
+every step without identifying a cause. In contrast, this module recognizes a constant rate, a constant factor, and a
+different number of warmup steps. It can also measure the first step if the learning rate is not the only difference.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-SURE = 1e-4  # relative residual of a measured factor; float64 rounding leaves far less
+SURE = 1e-4  # maximum relative residual of a measured factor; float64 rounding errors are far smaller
 ROUNDED = 1e-6  # relative tolerance for rates that a port computes in float32
 SCHEDULE = "check the learning rate, which must be settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
-DECAYED = 1e-6  # relative tolerance for small differences between weights, which rounding affects most
-ANGLE = 1e-3  # largest error of a sine whose angle is computed in float32, at 10,000 positions
+DECAYED = 1e-6  # relative tolerance for small differences between weights, which have large rounding errors
+ANGLE = 1e-3  # maximum error of sin(x) if x is computed in float32, for 10,000 positions
 ADDED = 1e-14  # relative rounding error of a float64 sum; float32 numbers are 1e-8 apart
 ANGLES = 6  # number of channels whose angles are listed
 DIGITS = 12  # significant digits of a measured factor; rounding affects later digits
 
 
 def rate_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return the schedules that yield the first step's rate, or an empty list if it is correct or can't be measured."""
+    """Return candidates whose schedules explain the first step, or [] if its rate is correct or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
@@ -63,7 +63,7 @@ def rate_candidates(case: Case, shown: Arrays) -> list[Bug]:
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
-    """Report by which factor the first step is too long, if it is and this can be measured."""
+    """Report the factor by which the first step is too long or too short, or return "" if there is no such factor."""
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
@@ -78,16 +78,16 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
 
 
 def _losses_agree(case: Case, shown: Arrays) -> bool:
-    """Whether all losses are correct. If so, the returned weights are not the weights that the port trains."""
+    """Return whether all losses are correct. If they are, the port returns different weights than it trains."""
     usual = observed(TRUTH, case) or {}
     names = [name for name in usual if name.endswith(" loss") and name in shown]
     return bool(names) and all(math.isclose(shown[name], usual[name], rel_tol=SAME) for name in names)
 
 
 def _move_factors(case: Case, shown: Arrays) -> list[float]:
-    """Return the factor by which the weights moved too far, for each snapshot step.
+    """Return, for each snapshot, the ratio of how far the weights moved in the port and in the reference.
 
-    The first factor is NaN unless it is the same for all weights. Later factors are means over the weights.
+    The first ratio is NaN unless it is the same for all weights. Later ratios are least-squares fits over all weights.
     """
     usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.settings is not None else {}
     found = []
@@ -102,7 +102,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
         )
         factor = best_factor(actual, expected)
         weights = np.concatenate([np.ravel(usual[tap]) for tap in names.values()])
-        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # matters for weights that barely move
+        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # significant for weights that barely move
         far = np.linalg.norm(actual - factor * expected)
         same = far <= max(SAME * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)
@@ -110,7 +110,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
 
 
 def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
-    """Return weight decay with the coefficient measured in the first step, if there is any.
+    """Return candidates with weight decay, if the first step contains it. The coefficient is measured in this step.
 
     Args:
         case: A case with optimizer steps.
@@ -144,7 +144,7 @@ def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
 
 
 def wavelength_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return the wavelength base measured at the second source position, if there is one."""
+    """Return a candidate with a different base of the wavelengths, measured at the second source position, or []."""
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
         return []
@@ -174,7 +174,7 @@ def _encoding(config: TransformerConfig, length: int) -> ndarray:
 
 
 def float32_positions(trials: Trials, first: str, port: str) -> str:
-    """Report that the positional encoding has only float32 precision, if it does and this can be determined."""
+    """Return a message if the positional encoding has only float32 precision, or an empty string otherwise."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
@@ -189,7 +189,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
 
 
 def embedding_factor(trials: Trials, first: str, port: str) -> str:
-    """Report a wrong factor of the embeddings, measured separately from the positional encodings, if there is one."""
+    """Report a wrong factor of the embeddings, measured after subtracting the positional encodings."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
@@ -207,7 +207,7 @@ def embedding_factor(trials: Trials, first: str, port: str) -> str:
 
 
 def position_angles(trials: Trials, first: str, port: str) -> str:
-    """Report wrong angles in the positional encoding, if it consists of sines and cosines."""
+    """Report wrong angles of the sines and cosines in the positional encoding."""
     config, usual, case = trials.case.config, observed(TRUTH, trials.case), trials.case
     side = first.partition("_")[0]
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config) or config.position_offset:
@@ -229,6 +229,6 @@ def position_angles(trials: Trials, first: str, port: str) -> str:
     exponents, usually = (np.abs((-np.log(one) / np.log(10000.0) * config.d_model).round(6)) for one in (angles, right))
     listed, instead = (", ".join(f"{exponent:.3g}" for exponent in one[:ANGLES]) for one in (exponents, usually))
     found = f"for position n, {port} adds sines and cosines at {first} with the angles n / 10000^(k / d_model)"
-    if np.ptp(exponents - usually) < 1e-6:  # angles that are all scaled by one factor have different causes
+    if np.ptp(exponents - usually) < 1e-6:  # if all angles are scaled by one factor, the exponents aren't the cause
         return ""
     return f"{found}, where k = {listed}, ... instead of {instead}, ..."
