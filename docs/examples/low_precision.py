@@ -216,7 +216,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
         variant: A name in ``VARIANTS``.
         texts: The trained model and the sentences to translate.
         base: The float32 model.
-        seconds: Time in seconds after which no new batch starts. At least ``ROUNDS`` batches run regardless of the time.
+        seconds: Time in seconds after which no new batch starts. At least ``ROUNDS`` batches run in any case.
 
     Raises:
         RuntimeError: If a variant doesn't store weights in the dtype that its name specifies.
