@@ -1,4 +1,4 @@
-"""Configuration of the site. ``sphinx-build -W docs build/site`` builds it without a framework or a network."""
+"""Sphinx configuration. ``sphinx-build -W docs build/site`` requires neither a framework nor network access."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 
 
 def commit() -> str:
-    """Return the commit that the site shows, or an empty string outside of a Git checkout."""
+    """Return the hash of the current commit, or an empty string outside of a Git checkout."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -33,7 +33,7 @@ from transformer_parity.transformer.bugs.bug import Bug
 
 
 def chosen(part_names: str, only: str = "", without: str = "") -> list[Bug]:
-    """Return the bugs in some parts of the catalog whose names match, without duplicate names.
+    """Return the bugs in the given parts of the catalog whose names match the regular expressions, each name once.
 
     Args:
         part_names: Names of the parts, separated by commas.
@@ -59,7 +59,7 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Bug]:
 
 
 def shown_at(bug: Bug) -> str:
-    """Return the name of the first value that a bug changes, as HTML."""
+    """Return a sentence with the first value that a bug changes, as HTML."""
     if bug.verdict == "failed" or not bug.at:
         return f"Reported as: {escape(bug.announced)}." if bug.announced else "Raises an exception."
     how = "differs" if bug.verdict == DIVERGES else "loses precision"
@@ -69,7 +69,7 @@ def shown_at(bug: Bug) -> str:
 
 @cache
 def reports() -> dict[str, str]:
-    """Return links to the threads in which each bug was reported, as HTML, by the name of the bug."""
+    """Return HTML links to the threads in which users reported each bug. The keys are the names of the bugs."""
     page = (ROOT / "docs" / "reported-bugs.md").read_text("utf-8")
     found = {}
     for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
@@ -79,7 +79,7 @@ def reports() -> dict[str, str]:
 
 
 def edit(backend: str, bug: Bug) -> str:
-    """Return the code that injects a bug into a package, as HTML with removed and added lines."""
+    """Return the code change that injects a bug into a package, as HTML with removed and added lines."""
     package = PACKAGES[backend]
     changes = ""
     for module, old, new in bug.edits[backend]:
@@ -90,7 +90,7 @@ def edit(backend: str, bug: Bug) -> str:
 
 
 def whole_lines(text: str, old: str, new: str) -> tuple[str, str]:
-    """Return the full lines around a replaced piece of text, before and after the replacement, without indentation."""
+    """Return the complete lines that a replacement changes, before and after the replacement, without indentation."""
     start = text.index(old)
     first = text.rfind("\n", 0, start) + 1
     last = text.find("\n", start + len(old))
@@ -102,12 +102,12 @@ def whole_lines(text: str, old: str, new: str) -> tuple[str, str]:
 
 
 def prefixed(prefix: str, text: str) -> str:
-    """Return text as HTML with a prefix on each line."""
+    """Return text as HTML, and insert a prefix at the start of each line."""
     return "\n".join(prefix + escape(line) for line in text.split("\n"))
 
 
 def entry(bug: Bug) -> str:
-    """Return a bug as a collapsed HTML element with the first value that differs and the bug's code in each package."""
+    """Return a collapsed HTML element with the first value that a bug changes and its code change in each package."""
     made = "".join(edit(backend, bug) for backend in PACKAGES if backend in bug.edits)
     if bug.config:
         fields = ", ".join(f"{name}={value!r}" for name, value in bug.config.items())
@@ -122,7 +122,7 @@ def entry(bug: Bug) -> str:
 
 
 class Bugs(SphinxDirective):
-    """List the bugs in some parts of the catalog."""
+    """List the bugs in the given parts of the catalog."""
 
     required_arguments = 1
     final_argument_whitespace = True
@@ -139,10 +139,10 @@ class Bugs(SphinxDirective):
 
 
 class Catalog(SphinxDirective):
-    """List the names of all bugs by part, so that the site's search finds them."""
+    """List the names of all bugs, grouped by part. The site's search can find these names."""
 
     def run(self) -> list[nodes.Node]:
-        """Return a table for each part."""
+        """Return one table per part of the catalog."""
         parts = catalog.parts()
         text = []
         for name, bugs in parts.items():
@@ -161,7 +161,7 @@ class Catalog(SphinxDirective):
 
 
 def comment(code: str, phrase: str) -> str | None:
-    """Return the full comment that contains a phrase as one line, or None if there is no such comment."""
+    """Return the complete comment that contains a phrase, joined into one line, or None if no comment contains it."""
     block: list[str] = []
     for line in [*code.split("\n"), ""]:
         before, found, text = line.partition("#")

@@ -1,7 +1,8 @@
 """The directive ``code-cell``, which shows the code of a notebook cell and its stored outputs.
 
-The notebooks are MyST sources, which Jupyter opens via Jupytext. Their outputs come from the ``.ipynb`` files in the
-same directory, which ``docs/notebooks/run.py`` writes. The build fails if the stored code of a cell differs.
+The sources of the notebooks are MyST files, which Jupyter can open via Jupytext. ``docs/notebooks/run.py`` executes the
+notebooks and writes ``.ipynb`` files with the outputs. The build fails if the code of a cell differs between the MyST
+file and the ``.ipynb`` file.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ def code_cells(name: str) -> list[dict[str, Any]]:
 
 
 def command(name: str) -> str:
-    """Return a clause with the command that executes a notebook."""
+    """Return a hint for error messages that contains the command to execute a notebook."""
     return f"run python docs/notebooks/run.py {name}"
 
 
 def outputs(name: str, number: int, code: str) -> list[dict[str, Any]]:
-    """Return the stored outputs of a cell, given its number, which starts at 0.
+    """Return the stored outputs of a code cell, given the notebook and the cell's number, which starts at 0.
 
     Raises:
-        ExtensionError: If the outputs belong to different code.
+        ExtensionError: If the stored cell contains different code.
     """
     cells = code_cells(name)
     if number >= len(cells) or joined(cells[number]["source"]) != code:
@@ -54,19 +55,19 @@ def outputs(name: str, number: int, code: str) -> list[dict[str, Any]]:
 
 
 def joined(text: str | list[str]) -> str:
-    """Return the text of a notebook entry, which may be stored as a list of lines."""
+    """Return a text in a notebook as one string. Notebooks can store a text as a list of lines."""
     return text if isinstance(text, str) else "".join(text)
 
 
 class CodeCell(SphinxDirective):
-    """Show a notebook cell and its outputs. The ``alt`` option describes the cell's figure in words."""
+    """Show a notebook cell and its outputs. The ``alt`` option is the alternative text of the cell's figure."""
 
     optional_arguments = 1  # the language
     has_content = True
     option_spec: ClassVar[OptionSpec] = {"alt": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
-        """Return the code and the outputs."""
+        """Return one literal block for the code, and one node for each output."""
         name = Path(self.env.docname).name
         self.env.note_dependency(str(DIRECTORY / f"{name}.ipynb"))
         code = "\n".join(self.content)
@@ -87,7 +88,7 @@ class CodeCell(SphinxDirective):
 
 
 def block(text: str, language: str, kind: str) -> nodes.literal_block:
-    """Return a text as a literal block."""
+    """Return a literal block that contains a text."""
     text = text.rstrip("\n")
     return nodes.literal_block(text, text, language=language, classes=[kind])
 

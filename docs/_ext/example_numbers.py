@@ -1,4 +1,4 @@
-"""The directives ``numbers``, ``heat-map``, and ``curve``, which show the results of an example in the four backends.
+"""The directives ``numbers``, ``heat-map``, and ``curve``, which show the values computed in an example.
 
 ::
 
@@ -6,8 +6,8 @@
     :taps: scores weights context
     ```
 
-The numbers come from ``docs/examples/*.json``. ``docs/examples/compute.py`` writes these files, and a test recomputes
-them. The build fails if an example or a tap doesn't exist.
+The directives read the values from ``docs/examples/*.json``. ``docs/examples/compute.py`` writes these files, and a
+test recomputes the values. The build fails if an example or a tap doesn't exist.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 def values(name: str, tap: str) -> dict[str, ndarray]:
-    """Return the values of one tap in an example, by backend.
+    """Return the value that each backend computes at a tap of an example.
 
     Raises:
         ExtensionError: If the example has no such tap.
@@ -58,7 +58,7 @@ def values(name: str, tap: str) -> dict[str, ndarray]:
 
 
 def furthest_apart(name: str, taps: list[str]) -> dict[str, float]:
-    """Return the largest absolute difference of each backend from NumPy over the given taps."""
+    """Return the largest absolute difference between each backend and NumPy at any of the given taps."""
     found: dict[str, float] = {}
     for tap in taps:
         by = values(name, tap)
@@ -69,7 +69,7 @@ def furthest_apart(name: str, taps: list[str]) -> dict[str, float]:
 
 
 def agreement(name: str, taps: list[str]) -> str:
-    """Return a sentence with the largest differences and the versions of the frameworks."""
+    """Return a sentence with each framework's version and its largest difference from NumPy."""
     apart = furthest_apart(name, taps)
     versions = example(name)["versions"]
     said = [
@@ -94,13 +94,13 @@ def cell(value: Any, largest: float, digits: int) -> str:
 
 
 def matrix(array: ndarray, digits: int, largest: float) -> str:
-    """Return a matrix as a table."""
+    """Return a matrix as an HTML table."""
     rows = ("".join(cell(value, largest, digits) for value in row) for row in np.atleast_2d(array))
     return f"<table><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
 
 
 def figure(tap: str, array: ndarray, title: str, digits: int) -> str:
-    """Return one tap as a matrix, or as one matrix per head."""
+    """Return the value at a tap as an HTML figure with one table, or with one table per head."""
     array = array[0] if array.ndim > 2 and array.shape[0] == 1 else array
     array = array[0] if array.ndim > 2 and array.shape[0] == 1 else array
     largest = float(np.abs(array).max(initial=0)) if array.dtype == float else 1.0
@@ -115,12 +115,12 @@ def figure(tap: str, array: ndarray, title: str, digits: int) -> str:
 
 
 def words(argument: str) -> list[str]:
-    """Return the taps listed in an option, separated by commas or line breaks."""
+    """Split the value of an option at commas and line breaks, and return the parts, such as the names of taps."""
     return [part.strip() for part in argument.replace("\n", ",").split(",") if part.strip()]
 
 
 class Numbers(SphinxDirective):
-    """Show taps in an example as tables. The content can contain titles, as in ``scores: before the softmax``."""
+    """Show the values at taps of an example. The content can specify titles, as in ``scores: before the softmax``."""
 
     required_arguments = 1
     has_content = True
@@ -139,7 +139,7 @@ class Numbers(SphinxDirective):
 
 
 class HeatMap(SphinxDirective):
-    """Draw a tap in an example with one cell per value, in the page's colors."""
+    """Draw the value at a tap of an example as a heat map, in the colors of the page."""
 
     required_arguments = 2
     final_argument_whitespace = True
@@ -176,7 +176,7 @@ class HeatMap(SphinxDirective):
 
 
 class Curve(SphinxDirective):
-    """Draw a list of numbers in an example as a curve over 1, 2, 3, ..."""
+    """Draw the value at a tap of an example, a vector, as a curve over 1, 2, 3, ..."""
 
     required_arguments = 2
     option_spec: ClassVar[OptionSpec] = {"x": directives.unchanged, "y": directives.unchanged}

@@ -1,4 +1,4 @@
-"""The directive ``facts``, which generates tables from the sources and from committed results."""
+"""The directive ``facts``, which generates tables from the source code and from committed results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MEANINGS = {  # descriptions of fields whose definitions have no comment
     "epsilon": "Adam's epsilon, section 5.3",
     "activation_checkpointing": "whether the backward pass recomputes each layer from its inputs, to save memory",
 }
-# All sizes are different, so each number in a shape identifies one size.
+# All sizes are different, so that ``symbolic`` can determine the symbol for each number in a shape.
 SIZES = {"d_model": 110, "d_ff": 170, "source_vocab_size": 190, "max_length": 230}
 HEADS, D_K, D_V = 11, 7, 13
 SYMBOLS = {
@@ -73,7 +73,7 @@ SYMBOLS = {
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Return the comment after or above each field in a dataclass's source, by the field's name."""
+    """Return the comment on each field of a dataclass, from the same line or the line above in its source code."""
     path = Path(str(__import__(cls.__module__, fromlist=[""]).__file__))
     text = path.read_text("utf-8")
     owner = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
@@ -90,19 +90,19 @@ def comments(cls: type) -> dict[str, str]:
 
 
 def code(value: Any) -> str:
-    """Return a value as a cell of a Markdown table."""
+    """Return the content of a table cell that shows a default value."""
     return f"`{value!r}`" if not isinstance(value, configs.DropoutRates) else "see below"
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """Return the default of a field."""
+    """Return the content of a table cell that shows a field's default value, or ``required``."""
     if field.default is not dataclasses.MISSING:
         return code(field.default)
     return "required" if field.default_factory is dataclasses.MISSING else "see below"
 
 
 def users(name: str) -> str:
-    """Return the presets in which a ``TransformerConfig`` field differs from its default, by the field's value."""
+    """Return the non-default values of a ``TransformerConfig`` field, and the presets that use each value."""
     by: dict[str, list[str]] = {}
     for preset, fields in configs.PRESETS.items():
         value = fields.get(name, DEFAULTS.get(name))
@@ -115,7 +115,7 @@ def users(name: str) -> str:
 
 
 def field_table(cls: type) -> Iterator[str]:
-    """Yield a Markdown table of the fields of a dataclass."""
+    """Yield the lines of a Markdown table that describes the fields of a dataclass."""
     model = cls is configs.TransformerConfig
     said = comments(cls)
     yield "| field | default | choices and meaning |" + " presets that set it |" * model
@@ -127,12 +127,12 @@ def field_table(cls: type) -> Iterator[str]:
 
 
 def symbolic(shape: tuple[int, ...]) -> str:
-    """Return a shape with symbols instead of numbers."""
+    """Return a shape as text, with the symbols in ``SYMBOLS`` instead of numbers."""
     return "[" + ", ".join(SYMBOLS.get(size, str(size)) for size in shape) + "]"
 
 
 def name_tables() -> Iterator[str]:
-    """Yield Markdown tables of every parameter and tap in a model with one encoder layer and one decoder layer."""
+    """Yield the lines of two Markdown tables, with the parameters and the taps of a model with one layer per stack."""
     config = configs.TransformerConfig(
         **SIZES,
         target_vocab_size=190,
@@ -154,7 +154,7 @@ def name_tables() -> Iterator[str]:
 
 
 def exit_codes() -> Iterator[str]:
-    """Yield a Markdown table of the exit codes in each command's help, read from the source files."""
+    """Yield the lines of a Markdown table of the exit codes that the help text of each command lists."""
     yield from ("| source file of the command | exit codes |", "|---|---|")
     cli = sorted((ROOT / "transformer_parity" / "cli").glob("*.py"))
     for path in (*cli, ROOT / "transformer_bench" / "options.py"):
@@ -163,7 +163,7 @@ def exit_codes() -> Iterator[str]:
 
 
 def paper_section(summary: str) -> tuple[str, str]:
-    """Split the first line of a docstring into the section that it cites, which may be empty, and the rest."""
+    """Return the section of the paper that a summary line cites, or an empty string, and the rest of the summary."""
     found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)(.*)", summary)
     return (found[2], (found[1] + found[3]).rstrip(".")) if found else ("", summary.rstrip("."))
 
@@ -175,14 +175,14 @@ def summary(package: str, module: str) -> str:
 
 
 def shared() -> list[str]:
-    """Return the modules that all packages contain, sorted by the section of the paper that they cite."""
+    """Return the names of the modules that all four packages contain, sorted by the section that they cite."""
     by_package = [{path.stem for path in (ROOT / package).glob("*.py")} for package in PACKAGES.values()]
     found = sorted(set.intersection(*by_package) - {"__init__"})
     return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
 
 
 def modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules that all four packages contain, with links to their API."""
+    """Yield the lines of a Markdown table of the modules that all four packages contain, with links to their API."""
     yield f"| paper | content | {' | '.join(TITLES[backend] for backend in PACKAGES)} |"
     yield "|---|---|" + "---|" * len(PACKAGES)
     for name in shared():
@@ -192,7 +192,7 @@ def modules() -> Iterator[str]:
 
 
 def other_modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules that only some packages contain."""
+    """Yield the lines of a Markdown table of the modules that some packages don't contain."""
     yield from ("| package | module | content |", "|---|---|---|")
     for backend, package in PACKAGES.items():
         for path in sorted((ROOT / package).glob("*.py")):
@@ -202,7 +202,7 @@ def other_modules() -> Iterator[str]:
 
 
 def spec_modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules of ``transformer_spec``, with links to their API."""
+    """Yield the lines of a Markdown table of the modules of ``transformer_spec``, with links to their API."""
     yield from ("| module | content |", "|---|---|")
     for path in sorted((ROOT / "transformer_spec").glob("*.py")):
         if path.stem != "__init__":
@@ -211,7 +211,7 @@ def spec_modules() -> Iterator[str]:
 
 
 def presets() -> Iterator[str]:
-    """Yield a Markdown list of the presets."""
+    """Yield the lines of a Markdown list of the presets."""
     for title, names in (("Table 3", TABLE_3), ("Implementations", IMPLEMENTATIONS)):
         yield f"- {title}: {', '.join(f'`{name}`' for name in names)}"
 

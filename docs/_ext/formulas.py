@@ -1,4 +1,4 @@
-"""Formulas rendered by KaTeX. ``docs/_static/katex`` contains its script, style, and fonts, and site.js calls it."""
+"""Render formulas with KaTeX, which is included in ``docs/_static/katex``. ``site.js`` calls KaTeX in the browser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sphinx.application import Sphinx
 
 
 def inline(writer: Any, node: nodes.math) -> None:
-    """Write an inline formula as LaTeX, which remains visible if scripts are disabled."""
+    """Write the LaTeX source of an inline formula. If scripts are disabled, readers see this source."""
     writer.body.append(f'<span class="math">{escape(node.astext())}</span>')
     raise nodes.SkipNode
 
 
 def displayed(writer: Any, node: nodes.math_block) -> None:
-    """Write a displayed formula as LaTeX."""
+    """Write the LaTeX source of a displayed formula."""
     writer.body.append(f'<div class="math" data-display>{escape(node.astext())}</div>')
     raise nodes.SkipNode
 
@@ -29,7 +29,7 @@ def add_katex(app: Sphinx, page: str, template: str, context: dict[str, Any], tr
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the renderer."""
+    """Register the KaTeX renderer."""
     app.add_html_math_renderer("katex", inline_renderers=(inline, None), block_renderers=(displayed, None))
     app.connect("html-page-context", add_katex)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -5,9 +5,9 @@
     ```{four-panes} MultiHeadAttention.forward
     ```
 
-The code comes from the packages when the site is built. Two kinds of tokens are marked: tokens of a port that the NumPy
-reference lacks, and tokens of the reference that a port lacks. The build fails if a package has no definition with the
-name.
+The directive reads the code from the packages when Sphinx builds the site. It marks the tokens of each port that don't
+occur in the NumPy reference, and the tokens of the reference that are missing from at least one port. The build fails
+if a package has no definition with the given name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "tr
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"}
 
 
-# Comments for mypy and ruff, which are hidden. An explanation after such a comment remains visible.
+# Matches comments for mypy and ruff, which the site doesn't show. An explanation after such a comment remains visible.
 TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?: +(?=[^\s#])|(?=\s|$))")
 BREAKS_BEHIND, BREAKS_BEFORE = (
     ("(", "[", "{", ",", "="),
@@ -47,18 +47,18 @@ BREAKS_BEHIND, BREAKS_BEFORE = (
 
 @cache
 def packages() -> dict[str, SourcePackage]:
-    """Return the four packages, which are parsed once per build."""
+    """Return the source code of the four packages, which is parsed once per build."""
     return {backend: SourcePackage(name) for backend, name in PACKAGES.items()}
 
 
 @cache
 def specification() -> SourcePackage:
-    """Return ``transformer_spec``, whose public names the four packages also export."""
+    """Return the source code of ``transformer_spec``, whose public names the four packages re-export."""
     return SourcePackage("transformer_spec")
 
 
 def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: bool = False) -> dict[str, Piece]:
-    """Return one definition from each of the given packages.
+    """Return the definition of a name in each of the given packages.
 
     Raises:
         ExtensionError: If a package has no definition with this name.
@@ -76,12 +76,12 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
 
 
 def to_readers(code: str) -> str:
-    """Return code without the comments that are intended only for tools."""
+    """Return code without comments for mypy and ruff."""
     return TO_TOOLS.sub(lambda found: "  # " if found[0].endswith(" ") else "", code)
 
 
 def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
-    """Return code as HTML with one element per line, Pygments' classes, and ``<mark>`` around the spans."""
+    """Return code as HTML with one element per line, the CSS classes of Pygments, and ``<mark>`` around the spans."""
     marked = [False] * len(code)
     for start, stop in spans:
         marked[start:stop] = [True] * (stop - start)
@@ -110,7 +110,7 @@ def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
-    """Split a token's text into runs of characters that are either all marked or all unmarked."""
+    """Split the text of a token into the longest runs of characters that are all marked or all unmarked."""
     runs: list[tuple[str, bool]] = []
     for character, mark in zip(text, marked, strict=True):
         if runs and runs[-1][1] == mark:
@@ -121,7 +121,7 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
 
 
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
-    """Return four panes as HTML. If scripts are disabled, the panes appear one below the other."""
+    """Return one pane per package as HTML. If scripts are disabled, the panes appear one below the other."""
     base = next(iter(found))
     marked = compare({backend: piece.code for backend, piece in found.items()}, base)
     tabs, panels = [], []
@@ -149,13 +149,13 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
 
 
 class FourPanes(SphinxDirective):
-    """Show one definition from each package."""
+    """Show the definition of a name in each package."""
 
     required_arguments = 1
     option_spec: ClassVar[OptionSpec] = {"docstrings": directives.flag, "only": str.split}
 
     def run(self) -> list[nodes.Node]:
-        """Return a caption, which the site's search finds, and the panes."""
+        """Return a caption, which the site's search can find, and the panes."""
         (name,) = self.arguments
         found = pieces(name, self.options.get("only", tuple(PACKAGES)), docstrings="docstrings" in self.options)
         for piece in found.values():

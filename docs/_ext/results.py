@@ -1,4 +1,4 @@
-"""Tables generated from committed results: the last full check, self-test and mutation test, and benchmarks."""
+"""Tables generated from the committed results of checks, self-tests, mutation tests, and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "engine" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
-MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # title of each directory in benchmarks
-ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # the rows in docs/how-to/install.md
-IMPLEMENTATIONS = {  # names in docs/speed.md
+MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # titles of the directories in benchmarks
+ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # rows of the table in install.md
+IMPLEMENTATIONS = {  # titles that the tables show for the names in the benchmark files
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
     "torch compiled": "**transformer_torch**, compiled",
@@ -34,7 +34,7 @@ IMPLEMENTATIONS = {  # names in docs/speed.md
 
 
 def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
-    """Return the date, commit, versions, and machine of a measurement."""
+    """Return a sentence with the date, commit, versions, and machine of a measurement."""
     machine = report["machine"]
     commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
     named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
@@ -45,7 +45,7 @@ def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a committed result.
+    """Return the content of a JSON file with committed results.
 
     Raises:
         ExtensionError: If the file doesn't exist.
@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def speed(task: str) -> Iterator[str]:
-    """Yield one Markdown table per processor with the results of a task at both sizes, from benchmarks/*/*.json."""
+    """Yield the lines of one Markdown table per processor, with the benchmark results of a task at both sizes."""
     for machine, title in MACHINES.items():
         sizes = ("small", "base")
         reports = {size: read(ROOT / "benchmarks" / machine / f"{task}-{size}.json") for size in sizes}
@@ -80,7 +80,7 @@ def speed(task: str) -> Iterator[str]:
 
 
 def timed(one: dict[str, Any] | None) -> str:
-    """Return one implementation's cells: the median, range, and memory, or the reason why it has no time."""
+    """Return table cells with an implementation's median time, range of times, and memory, or why it has no time."""
     if not one or one.get("median_seconds") is None:
         return f"{one['problem'] if one else 'not run'} | |"
     seconds = one["seconds"]
@@ -89,7 +89,7 @@ def timed(one: dict[str, Any] | None) -> str:
 
 
 def conformance(dtype: str) -> Iterator[str]:
-    """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
+    """Yield the lines of a Markdown table with the results of the last full check in one dtype."""
     summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
     rows = {(row["component"], row["backend"]): row for row in summary}
     yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | closest to its tolerance |"
@@ -103,7 +103,7 @@ def conformance(dtype: str) -> Iterator[str]:
 
 
 def verdict() -> Iterator[str]:
-    """Yield the verdict, size, duration, and environment of the last full check."""
+    """Yield sentences with the verdict, number of cases, duration, and environment of the last full check."""
     report = read(RESULTS / "conformance.json")
     size = f"{report['cases']:,} cases and " if "cases" in report else ""
     yield f"The verdict was **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
@@ -116,7 +116,7 @@ def verdict() -> Iterator[str]:
 
 
 def shown_error(row: dict[str, Any]) -> str:
-    """Return an error, its tolerance, and the error as a percentage of the tolerance."""
+    """Return a table cell with an error, its tolerance, and the error as a percentage of the tolerance."""
     error, tolerance = (re.sub(r"e-0*", "e-", f"{row[name]:.0e}") for name in ("error", "tolerance"))
     percentage = "<0.1" if 100 * row["ratio"] < 0.1 else f"{100 * row['ratio']:.2g}"
     return f"{error} of {tolerance} ({percentage}%)" if row["error"] else "exact"
@@ -128,7 +128,7 @@ def short(tolerance: float) -> str:
 
 
 def tolerances() -> Iterator[str]:
-    """Yield a Markdown table of the tolerances, from the file that the comparison reads."""
+    """Yield the lines of a Markdown table of the tolerances in ``tolerances.toml``."""
     policy = tomllib.loads(TOLERANCES.read_text("utf-8"))
     kinds = {
         "taps and logits": ("tap", ""),
@@ -156,7 +156,7 @@ def tolerances() -> Iterator[str]:
 
 
 def selftest() -> Iterator[str]:
-    """Yield a Markdown table of the last self-test, from docs/results/selftest.json."""
+    """Yield the lines of a Markdown table with the results of the last self-test."""
     report = read(RESULTS / "selftest.json")
     yield stamp(report, report["versions"])
     yield ""
@@ -167,7 +167,7 @@ def selftest() -> Iterator[str]:
 
 
 def closest() -> Iterator[str]:
-    """Yield the table in docs/how-to/install.md: for each framework, the comparison closest to its tolerance."""
+    """Yield the lines of the table in docs/how-to/install.md, with the comparisons closest to their tolerances."""
     rows = read(RESULTS / "conformance.json")["summary"]
     yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
     yield "|---|" + "---|" * len(PORTS)
@@ -179,7 +179,7 @@ def closest() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Yield a Markdown table of the last check of training on multiple devices, in float64, from devices.json."""
+    """Yield the lines of a Markdown table with the float64 results of the last distributed check."""
     report = read(RESULTS / "devices.json")
     summary = [row for row in report["summary"] if row["dtype"] == "float64"]
     rows = {(row["component"], row["backend"]): row for row in summary}
@@ -193,7 +193,7 @@ def devices() -> Iterator[str]:
 
 
 def mutation(part: str) -> Iterator[str]:
-    """Yield Markdown tables of the last mutation test, from docs/results/mutation.json: ``scores`` or ``survivors``."""
+    """Yield the lines of Markdown tables with the ``scores`` or the ``survivors`` of the last mutation test."""
     report = read(RESULTS / "mutation.json")
     if part == "scores":
         counts = "caught by a difference | caught by an exception | not run | equivalent | missed | not examined"

@@ -10,14 +10,14 @@ from results import IMPLEMENTATIONS, MACHINES, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
-ALONE = "forward-alone"  # one sentence of 8 tokens, at tiny size
+ALONE = "forward-alone"  # benchmark of one sentence of 8 tokens, at tiny size
 PEERS = {
     "numpy": ("its matmuls", ("products",)),
     "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
     "jax": ("Flax NNX", ("flax nnx",)),
     "tf": ("best Keras hub mode", ("keras hub", "keras hub XLA")),
 }
-FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # modes; comparisons use the fastest
+FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # comparisons use the fastest of these modes
 
 
 class Versus(NamedTuple):
@@ -29,7 +29,7 @@ class Versus(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A goal: its description, its value, the measured value, and whether the goal is met."""
+    """A performance goal: its description, the target value, the measured value, and whether the goal is met."""
 
     what: str
     goal: str
@@ -38,26 +38,26 @@ class Aim(NamedTuple):
 
 
 def race(name: str, machine: str) -> dict[str, Any]:
-    """Return the results of one benchmark on one of the ``MACHINES``, with the implementations by name."""
+    """Return the results of a benchmark on one of the ``MACHINES``, whose ``implementations`` are a dict by name."""
     (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
     return {**found, "implementations": {one["name"]: one for one in found["implementations"]}}
 
 
 def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
-    """Return a task's benchmark at base size with all modes of a package, or else the shared benchmark."""
+    """Return the base-size benchmark of a task with all modes of a package or, if it doesn't exist, the shared one."""
     name = f"{task}-base-{port}"
     return race(name if (ROOT / "benchmarks" / machine / f"{name}.json").exists() else f"{task}-base", machine)
 
 
 def fraction_of_peak(found: dict[str, Any], name: str) -> float | None:
-    """Return the time of the work at the machine's peak relative to the measured time, or None if unknown."""
+    """Return the time at the machine's peak divided by the median time, or None if one of the times is unknown."""
     seconds = found["implementations"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
 
 
 def fractions_of_peak() -> Iterator[str]:
-    """Yield one Markdown table per processor with the percentage of the peak for each task and size."""
+    """Yield the lines of one Markdown table per processor, with the percentage of the peak for each task and size."""
     for machine, title in MACHINES.items():
         columns = {f"{task}, {size}": race(f"{task}-{size}", machine) for task in TASKS for size in SIZES}
         yield f"| {title} | {' | '.join(columns)} |"
@@ -98,9 +98,9 @@ def against_peer(found: dict[str, Any], name: str) -> Versus | None:
 
 
 def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
-    """Return the ratio of each port to the fastest port, whose median ratios to the others are below 1.
+    """Return the ratio of each port's time to the time of the fastest port.
 
-    The fastest port itself has the ratio None.
+    A port is the fastest if its median ratios to the other ports are below 1. For this port, the function returns None.
     """
     forms = {port: best_form(found, port) for port in PORTS}
     ratios = {port: {other: found["ratios"][own].get(forms[other]) for other in PORTS} for port, own in forms.items()}
@@ -109,7 +109,7 @@ def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]
 
 
 def compared(task: str) -> Iterator[str]:
-    """Yield Markdown tables of the ratios of each package to its alternatives and of each port to the fastest."""
+    """Yield the lines of Markdown tables that compare each package with its alternatives and with the fastest port."""
     for machine, title in MACHINES.items():
         races = [race(f"{task}-{size}", machine) for size in SIZES]
         yield f"| {task}, {title} | {' | '.join(SIZES)} |"
@@ -126,12 +126,12 @@ def compared(task: str) -> Iterator[str]:
 
 
 def spread(ratio: dict[str, float] | None, without: str) -> str:
-    """Return a ratio as a cell: its median, lowest, and highest value."""
+    """Return a table cell with the median, minimum, and maximum of a ratio, or ``without`` if there is no ratio."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else without
 
 
 def said(versus: Versus | None, name: str) -> str:
-    """Return a cell with the ratio to the best alternative, and both names if there are several, or "" if unknown."""
+    """Return a table cell with the ratio to the best alternative and, if there are several, the compared names."""
     if versus is None:
         return ""
     names = f", {versus.own} / {versus.peer}" if len(PEERS[name][1]) > 1 else ""
@@ -139,7 +139,7 @@ def said(versus: Versus | None, name: str) -> str:
 
 
 def aims(machine: str) -> Iterator[Aim]:
-    """Yield all goals for a machine, at base size unless stated otherwise."""
+    """Yield all goals for a machine, for base size unless the description of a goal specifies a different size."""
     races = {task: race(f"{task}-base", machine) for task in TASKS}
     below, above = dict(zip(TASKS, (0.60, 0.85, 0.40), strict=True)), dict(zip(TASKS, (0.97, 0.92, 0.60), strict=True))
     for task in races:
@@ -175,7 +175,7 @@ def aims(machine: str) -> Iterator[Aim]:
 
 
 def kept() -> Iterator[str]:
-    """Yield a Markdown table of the median times with default settings and with freed memory kept by glibc."""
+    """Yield the lines of a Markdown table of the median times, by default and if glibc keeps freed memory."""
     races = [race(f"{task}-base{kind}", "amd") for task in ("forward", "train") for kind in ("", "-kept")]
     yield f"| {MACHINES['amd']}, base, ms | forward | with memory kept | training step | with memory kept |"
     yield "|---|" + "---:|" * len(races)
@@ -188,7 +188,7 @@ def kept() -> Iterator[str]:
 
 
 def translated() -> Iterator[str]:
-    """Yield a Markdown table of the number of sentences that each translator processes per second."""
+    """Yield the lines of a Markdown table of the number of sentences that each implementation translates per second."""
     searches = {"greedy": "translate-base-greedy", "beam size 4": "translate-base-beam4"}
     reports = {search: read(ROOT / "benchmarks" / "amd" / f"{name}.json") for search, name in searches.items()}
     rates = [{one["name"]: one["sentences_per_second"] for one in found["translators"]} for found in reports.values()]
@@ -200,13 +200,13 @@ def translated() -> Iterator[str]:
 
 
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
-    """Return a goal for the ratio of a package to its best alternative."""
+    """Return the goal that the ratio of a package to its best alternative is at most a given value."""
     is_met = versus.ratio["median"] <= goal if versus else None
     return Aim(what, f"{goal:.2f}", said(versus, name), is_met)
 
 
 def goals() -> Iterator[str]:
-    """Yield one Markdown table per processor with all goals and whether they are met."""
+    """Yield the lines of one Markdown table per processor, with all goals and whether they are met."""
     words = {True: "yes", False: "no", None: "not measured"}
     for machine in MACHINES:
         found = read(ROOT / "benchmarks" / machine / "forward-base.json")

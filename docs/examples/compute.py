@@ -1,10 +1,10 @@
-"""Compute the values in the site's examples: every tap in parts of a small model, with all four backends, in float64.
+"""Compute the values in the site's examples: the taps of a small model in each of the four backends, in float64.
 
     python docs/examples/compute.py                       write all examples
     python docs/examples/compute.py attention positions   write only these examples
 
-A tap is a named intermediate value. The site reads the JSON files in this directory. tests/test_site.py recomputes the
-examples and compares them to 1e-12.
+A tap is a named intermediate value. The script writes JSON files to this directory, and the site shows their values.
+tests/test_site.py recomputes the values and checks that they agree to 1e-12.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Values = dict[str, ndarray]
 
 
 def config() -> TransformerConfig:
-    """Return the config of a model whose values are few enough to print."""
+    """Return the config of a model that is so small that a page can show all its values."""
     return TransformerConfig(
         source_vocab_size=9,
         target_vocab_size=9,
@@ -60,7 +60,7 @@ def floats(name: str, *shape: int) -> ndarray:
 
 
 def block(path: str, **inputs: ndarray) -> Callable[[LoadedPackage], Values]:
-    """Return an example that runs a block of the model on the inputs, and records every tap and the output."""
+    """Return a function that runs a block of a model and returns the inputs and the values at all taps."""
 
     def run(model: LoadedPackage) -> Values:
         found = model.run(path, inputs, taps=True)
@@ -71,7 +71,7 @@ def block(path: str, **inputs: ndarray) -> Callable[[LoadedPackage], Values]:
 
 
 def masks(model: LoadedPackage) -> Values:
-    """Return the masks for a sentence with padding."""
+    """Return the padding mask, the causal mask, and the decoder's mask for a sentence with padding."""
     package, ids = model.package, model.to_array(PADDED_IDS)
     padding = model.to_numpy(package.masks.padding_mask(ids, 0))[0]
     causal = model.to_numpy(package.masks.causal_mask(4))
@@ -79,7 +79,7 @@ def masks(model: LoadedPackage) -> Values:
 
 
 def embeddings(model: LoadedPackage) -> Values:
-    """Return a sentence's embeddings, with and without positional encodings, and its logits."""
+    """Return the embeddings of a sentence, with and without positional encodings, and the logits."""
     ids = {"ids": SOURCE_IDS}
     looked_up = model.run("source_embedding", ids, taps=True).output
     seen = model.run("", {"source_ids": SOURCE_IDS, "target_ids": TARGET_IDS}, taps=True).taps
@@ -87,7 +87,7 @@ def embeddings(model: LoadedPackage) -> Values:
 
 
 def positions(model: LoadedPackage) -> Values:
-    """Return the encodings of the first 12 positions in both layouts."""
+    """Return the positional encodings of the first 12 positions in both layouts."""
     encode = model.package.sinusoidal_encoding
     return {
         "interleaved": model.to_numpy(encode(12, 8)),
@@ -146,13 +146,13 @@ EXAMPLES: dict[str, Callable[[LoadedPackage], Values]] = {
 
 
 def compute(name: str, backend: str) -> dict[str, Any]:
-    """Return the values of an example, computed by one backend, as nested lists."""
+    """Return the values that a backend computes in an example, as nested lists."""
     model = PORTS[backend].load(config(), weights(), Placement("float64"))
     return {tap: np.asarray(value).tolist() for tap, value in EXAMPLES[name](model).items()}
 
 
 def main(names: list[str]) -> None:
-    """Write the specified examples, or all of them if no name is given."""
+    """Write the examples with the given names, or all examples if there are no names."""
     for name in names or EXAMPLES:
         by = {backend: compute(name, backend) for backend in PORTS}
         versions = {backend: PORTS[backend].import_package().describe()["version"] for backend in PORTS}
@@ -162,7 +162,7 @@ def main(names: list[str]) -> None:
 
 
 def one_tap_a_line(report: dict[str, Any]) -> str:
-    """Return readable JSON with one line per tap, so that a diff shows which taps have changed."""
+    """Return JSON with one line per tap, so that a diff shows which taps have changed."""
     text = json.dumps(report, indent=1)
     return re.sub(r"\[[^\"{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
 

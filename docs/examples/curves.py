@@ -1,9 +1,9 @@
-"""Draw the curves of several training runs in one figure.
+"""Draw the training curves of multiple runs in one figure.
 
     python docs/examples/curves.py runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png
 
-The figure shows the training loss, the held-out loss, and the score of runs that `parity train` wrote, one run per
-backend.
+Each run must use a different backend. The figure shows the training loss, the held-out loss, and the score that `parity
+train` logged for each run.
 """
 
 from __future__ import annotations

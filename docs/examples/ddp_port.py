@@ -1,4 +1,4 @@
-"""Define a custom DistributedDataParallel trainer, and a port to compare training on two processes with one process.
+"""A trainer that uses DistributedDataParallel, and a port for comparing two processes with one process.
 
 parity check-distributed --port ddp_port:MyPort
 """
@@ -12,7 +12,7 @@ import transformer_torch  # replace with your model
 from transformer_parity.plugin import Gradients, Port
 from transformer_torch.weights import copy_out, parameters
 
-# --- The trainer, as in a script for torchrun; it contains no code for the comparison ---
+# --- The trainer, as in a script for torchrun, without any code for the comparison ---
 
 
 class MyTrainer:
@@ -36,13 +36,13 @@ class MyTrainer:
             reduction="sum",
         )
         self.optimizer.zero_grad()
-        (total / tokens * dist.get_world_size()).backward()  # DistributedDataParallel averages over the processes.
+        (total / tokens * dist.get_world_size()).backward()  # DistributedDataParallel averages the gradients.
         loss = total.detach() / tokens
         dist.all_reduce(loss)
         return loss
 
     def train_step(self, source, target, labels):
-        """Take one step."""
+        """Take one training step, and return the loss."""
         loss = self.backward(source, target, labels)
         self.step += 1
         gradient = [parameter.grad for parameter in self.model.parameters()]
@@ -57,7 +57,7 @@ class MyTrainer:
 
 
 class MyPort(Port):
-    """The interface for the comparison, which loads weights and returns the gradients and steps of all processes."""
+    """A port of the model and the trainer. Its results are the loss and the gradient of the rows of all processes."""
 
     def load(self, config, weights, dtype):
         """Build the model in each process."""
@@ -72,7 +72,7 @@ class MyPort(Port):
         return {name: copy_out(name, parameter) for name, parameter in parameters(self.model).items()}
 
     def distribute(self, plan):
-        """Join the other processes."""
+        """Create the process group, as the training script does under torchrun."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
@@ -86,7 +86,7 @@ class MyPort(Port):
         return Gradients(loss.item(), {name: copy_out(name, p.grad) for name, p in parameters(self.model).items()})
 
     def train_step(self, *batch):
-        """Take one step in all processes, and return the loss of the full batch."""
+        """Take one training step, and return the loss of the full batch."""
         return self.trainer.train_step(*self._own_rows(batch)).item()
 
     def _own_rows(self, batch):

@@ -1,4 +1,4 @@
-"""Define a port for a PyTorch model with different names, fused projections, and tied embeddings, using hooks."""
+"""A port that uses hooks, for a PyTorch model with different names, fused projections, and tied embeddings."""
 
 import math
 
@@ -9,11 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_parity.plugin import Port, no_tap
 
-# --- The model, as in an existing project; it contains no code for the comparison ---
+# --- The model, as in an existing project, without any code for the comparison ---
 
 
 class Attention(nn.Module):
-    """Multi-head attention with one fused kernel for query, key, and value (cross-attention: for key and value)."""
+    """Multi-head attention with a fused projection of query, key, and value (in cross-attention, of key and value)."""
 
     def __init__(self, d_model, heads, cross=False):
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x, memory, mask):
-        """Return [B, L, d_model]. The mask [B, 1, L or 1, M] is True where a query may attend to a key."""
+        """Return the output [B, L, d_model]. The mask [B, 1, L or 1, M] is True where a query may attend to a key."""
         query, key, value = (self.q(x), *self.fused(memory).chunk(2, -1)) if self.cross else self.fused(x).chunk(3, -1)
         query, key, value = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
         context = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -60,7 +60,7 @@ class Translator(nn.Module):
         self.dec = nn.ModuleList(Block(*sizes, cross=True) for _ in range(config.num_decoder_layers))
 
     def embed(self, ids):
-        """Return scaled embeddings plus positional encodings, [B, L, d_model]."""
+        """Return the sum [B, L, d_model] of the scaled embeddings and the positional encodings."""
         x = self.table(ids) * math.sqrt(self.table.embedding_dim)
         position = torch.arange(ids.shape[1], dtype=torch.float64)[:, None]
         angles = position / 10000 ** (torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
@@ -86,15 +86,15 @@ ATTENTIONS = {"self_attention": "attn", "cross_attention": "src"}
 
 
 class MyPort(Port):
-    """The interface for the comparison, which loads weights, returns logits, and adds a hook for each tap."""
+    """A port of the model. It registers a forward hook for each tap."""
 
     taps = ("*.layers.*.output", "*.layers.*.*.output")
 
     def load(self, config, weights, dtype):
-        """Build the model and load the weights. A kernel [in, out] is the transpose of ``nn.Linear``'s ``weight``."""
+        """Build the model and load the weights. An ``nn.Linear`` stores the transpose of a kernel [in, out]."""
         self.model = Translator(config).to(getattr(torch, dtype)).eval()
-        self.modules = {}  # maps the name of a tap to the module that returns it
-        state = {"table.weight": weights["source_embedding.table"]}  # The embeddings are tied.
+        self.modules = {}  # maps the name of a tap to the module whose output is the tap's value
+        state = {"table.weight": weights["source_embedding.table"]}  # one matrix for both embeddings and the output
         for stack, blocks in (("encoder", self.model.enc), ("decoder", self.model.dec)):
             for i, block in enumerate(blocks):
                 theirs, ours = f"{stack}.layers.{i}", f"{stack[:3]}.{i}"
@@ -122,7 +122,7 @@ class MyPort(Port):
         self.model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in state.items()})
 
     def forward(self, source_ids, target_ids, tap):
-        """Return the logits. Hooks can replace a module's output, so that `parity` can rerun the next blocks."""
+        """Return the logits. The hooks return the values of ``tap``, so that `parity` can replace a module's output."""
 
         def shown(name):
             return lambda module, inputs, output: torch.from_numpy(tap(name, output.numpy()))

@@ -3,8 +3,8 @@
     python docs/examples/local_steps.py                    the table of docs/results/devices-memory.md
     python docs/examples/local_steps.py --backend torch    use a different backend
 
-Each worker trains independently for H steps; then the workers average their weights. All workers run one after another
-in a single process. An implementation with several processes must produce the same weights.
+Each worker trains independently for H steps. The workers then average their weights. The script runs all workers one
+after another in a single process. An implementation with multiple processes must return the same weights.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Weights = Mapping[str, ndarray]
 HERE = Where(Placement("float32", "cpu"))
 SIZES = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}  # trains in one minute
 SETTINGS = {"warmup_steps": 100}
-HELD_OUT = 500  # dates for the evaluation of a run
+HELD_OUT = 500  # number of dates on which each trained model is evaluated
 
 
 @dataclass
 class Outer:
-    """Nesterov's method as in ``torch.optim.SGD``. Its gradient is the mean change of the workers' weights.
+    """The outer optimizer, Nesterov's method as in ``torch.optim.SGD``. It uses the mean weight change as the gradient.
 
     Attributes:
-        rate: Learning rate; 0.7 in the paper.
-        momentum: Momentum; 0.9 in the paper.
-        velocity: Running average of the gradients, by name; empty before the first step.
+        rate: Learning rate, which is 0.7 in the DiLoCo paper.
+        momentum: Momentum, which is 0.9 in the DiLoCo paper.
+        velocity: Accumulated gradient of each parameter, by name. The dict is empty before the first step.
     """
 
     rate: float = 0.7
@@ -51,12 +51,13 @@ class Outer:
     velocity: dict[str, ndarray] = field(default_factory=dict)
 
     def step(self, weights: Weights, found: Sequence[Weights], tokens: Sequence[int]) -> Weights:
-        """Return the weights from which all workers continue.
+        """Return the weights after the outer step, with which all workers continue.
 
         Args:
-            weights: Weights from which all workers started.
+            weights: Weights after the previous outer step.
             found: Current weights of each worker.
-            tokens: Number of target tokens that each worker has processed since then, used as weights for the mean.
+            tokens: Number of target tokens that each worker has processed since the previous outer step. The mean over
+                the workers is weighted by these numbers.
         """
         shares = np.array(tokens) / sum(tokens)
         following = {}
@@ -76,7 +77,7 @@ def train(
     Args:
         package: Package that provides ``set_weights``.
         trainers: The workers, all with the same initial weights.
-        batches: Training batches. Worker k of K gets the same rows as device k of a plan with data=K.
+        batches: Training batches. Worker k of K trains on the same rows as device k of a plan with data=K.
         local_steps: Number of local steps between two outer steps, H.
         outer: Optimizer that applies the averaged change of the weights.
     """
@@ -95,7 +96,7 @@ def train(
 
 
 class Comparison:
-    """Runs on the dates task that use the same initial weights and the same batches.
+    """A comparison of training runs on the dates task. All runs use the same initial weights and the same batches.
 
     Args:
         backend: Name of the backend that trains.
@@ -113,7 +114,7 @@ class Comparison:
         self.score = corpus.score
 
     def learner(self, seed: int = 0) -> Learner:
-        """Return a trainer and its model with the initial weights."""
+        """Return a new trainer, whose model has the initial weights."""
         setup = self.setup
         return Learner(self.backend, setup.config, setup.weights, setup.settings, seed, HERE)
 
@@ -125,14 +126,14 @@ class Comparison:
             yield batch.source_ids, batch.target_ids, batch.labels
 
     def ordinary(self) -> list[str]:
-        """Train by summing the gradient at each step, and return the loss and the percentage of exact dates."""
+        """Train without local steps, and return the held-out loss and the percentage of correct dates."""
         learner = self.learner()
         for batch in self.batches():
             learner.trainer.train_step(*batch)
         return self.reached(learner)
 
     def with_local_steps(self, count: int, outer: Outer) -> list[str]:
-        """Train by averaging after every ``count`` steps, and return the loss and the percentage of exact dates."""
+        """Train with ``count`` local steps per outer step, and return the loss and the percentage of correct dates."""
         learners = [self.learner(seed) for seed in range(self.workers)]
         trainers = [learner.trainer for learner in learners]
         for _ in train(learners[0].package, trainers, self.batches(), count, outer):
@@ -140,14 +141,14 @@ class Comparison:
         return self.reached(learners[0])
 
     def reached(self, learner: Learner) -> list[str]:
-        """Return a model's held-out loss and the percentage of dates that the model converts exactly."""
+        """Return the held-out loss of a model and the percentage of dates that the model converts correctly."""
         held_out = Batches(number(self.pairs, self.vocabulary), self.setup.config, self.setup.tokens_per_batch)
         loss = learner.validate(held_out.once())
         lines = learner.translate([source for source, _ in self.pairs], self.vocabulary, longest_translation(held_out))
         return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f}%"]
 
     def sent(self, count: int) -> str:
-        """Return the MiB that each worker sends during a run if it sends gradients or weights every ``count`` steps."""
+        """Return the MiB that each worker sends during a run if the workers communicate every ``count`` steps."""
         numbers = ref.count_parameters(self.setup.config)
         once = 4 * Collective(ALL_REDUCE, "weights", "data", self.workers, numbers).sent
         return f"{once * (self.setup.plan.steps // count) / 2**20:,.0f}"

@@ -2,10 +2,10 @@
 
     python docs/examples/low_precision.py en-de.safetensors test.en test.de
 
-The weight file must include a vocabulary, as the files written by `parity train` do. For each way to quantize a model
-or to change its dtype, the script prints the number of translations that are the same as in float32, the BLEU score,
-the speed relative to float32, and the size of the weights. The two models take turns translating each batch, and the
-speed is the median over the batches. `--markdown FILE` and `--json FILE` also write the results to files.
+The weight file must contain a vocabulary, as the files that `parity train` writes do. A variant is a quantized model or
+a bfloat16 model. For each variant, the script prints the number of translations that are the same as in float32, the
+BLEU score, the speed relative to float32, and the size of the weights. The variant and the float32 model take turns
+translating each batch, and the speed is the median over the batches. `--markdown` and `--json` write files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.vocabulary import pad
 
 BATCH = 16  # sentences
-ROUNDS = 3  # minimum number of batches, regardless of their time
+ROUNDS = 3  # minimum number of batches, even if they take longer than the time limit
 MB = 1e6  # bytes
 SEARCHES: dict[str, Callable[..., Any]] = {
     "greedy": lambda package, model, ids: package.greedy_search(model, ids),
@@ -45,30 +45,30 @@ SEARCHES: dict[str, Callable[..., Any]] = {
 }
 LIBRARIES = ("torch", "torchao", "jax", "flax", "tensorflow", "keras", "sacrebleu")
 
-Load = Callable[..., Any]  # Transformer.from_weights, given config and weights
+Load = Callable[..., Any]  # Transformer.from_weights with the config and the weights already specified
 
 
 # --- Variants ---
 
 
 def torch_bfloat16(load: Load) -> Any:
-    """Return a PyTorch model whose weights are converted to bfloat16."""
+    """Return a PyTorch model with bfloat16 weights."""
     import torch
 
     return load().to(torch.bfloat16)
 
 
 def torch_dynamic(load: Load) -> Any:
-    """Return a PyTorch model whose linear layers are replaced with PyTorch's dynamically quantized layers."""
+    """Return a PyTorch model in which dynamically quantized layers replace the linear layers."""
     import torch
 
-    with warnings.catch_warnings():  # deprecated in favor of torchao
+    with warnings.catch_warnings():  # PyTorch has deprecated this function in favor of torchao
         warnings.simplefilter("ignore")
         return torch.ao.quantization.quantize_dynamic(load(), {torch.nn.Linear}, dtype=torch.qint8)
 
 
 def torchao(configuration: str, load: Load) -> Any:
-    """Return a PyTorch model, quantized by torchao with the given configuration."""
+    """Return a PyTorch model that torchao has quantized with the given configuration."""
     from torchao import quantization
 
     model = load()
@@ -77,7 +77,7 @@ def torchao(configuration: str, load: Load) -> Any:
 
 
 def jax_int8(load: Load) -> Any:
-    """Return a JAX model with int8 matrices, which are converted to float32 in each call."""
+    """Return a JAX model that stores int8 matrices and converts them to float32 in each call."""
     sys.path.insert(0, str(Path(__file__).parent))
     from int8_linear import quantize
 
@@ -87,16 +87,16 @@ def jax_int8(load: Load) -> Any:
 
 
 def keras_int8(load: Load) -> Any:
-    """Return a TensorFlow model, quantized by Keras."""
+    """Return a TensorFlow model that Keras has quantized."""
     model = load()
-    with warnings.catch_warnings():  # for layers without matrices, such as dropout
+    with warnings.catch_warnings():  # Keras warns about layers without matrices, such as dropout
         warnings.filterwarnings("ignore", "Layer .* does not have a `quantize` method")
         model.quantize("int8")
     return model
 
 
 def own_bfloat16(load: Load) -> Any:
-    """Return a bfloat16 model in JAX or Keras, whose layers must be created with this dtype."""
+    """Return a bfloat16 model in JAX or Keras, where the dtype must be specified when the layers are created."""
     return load(dtype="bfloat16")
 
 
@@ -118,7 +118,7 @@ VARIANTS: dict[str, dict[str, Callable[[Load], Any]]] = {
 
 
 def stored_bytes(backend: str, model: Any) -> dict[str, int]:
-    """Return the size of a model's weights in bytes, by dtype. A matrix with two names is included only once."""
+    """Return the size in bytes of a model's weights in each dtype. A matrix with two names is counted only once."""
     found: dict[str, int] = {}
     for dtype, size in {"torch": _of_torch, "jax": _of_jax, "tf": _of_tf}[backend](model):
         found[dtype] = found.get(dtype, 0) + size
@@ -126,7 +126,7 @@ def stored_bytes(backend: str, model: Any) -> dict[str, int]:
 
 
 def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
-    # quantize_dynamic stores the matrix and bias in a child of the layer that is not a tensor.
+    # quantize_dynamic stores the matrix and bias in a child of the layer, so ``parameters()`` doesn't include them.
     quantized = (module for module in model.modules() if "_packed_params" in module._modules)
     packed = [x for module in quantized for x in module._weight_bias()]
     for tensor in (*model.parameters(), *packed):
@@ -135,7 +135,7 @@ def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def _plain(tensor: Any) -> list[Any]:
-    """Return the plain tensors inside a torchao tensor."""
+    """Return the plain tensors of which a torchao tensor consists, or the tensor itself if it's a plain tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -163,11 +163,11 @@ def _of_tf(model: Any) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """The results for one variant, which are one row of the table.
 
     Attributes:
         backend: The package.
-        variant: A name in ``VARIANTS``, or ``float32`` for the model with which the others are compared.
+        variant: A name in ``VARIANTS``, or ``float32`` for the model with which the variants are compared.
         problem: The reason why the variant was not measured, or an empty string.
         sentences: Number of sentences that both models translated.
         bytes: Size of the weights in bytes, by dtype.
@@ -190,7 +190,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Texts:
-    """A trained model, source sentences, and reference translations."""
+    """A trained model, source sentences, and their reference translations."""
 
     trained: Trained
     sources: Sequence[str]
@@ -209,17 +209,17 @@ class Texts:
 
 
 def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float) -> Row:
-    """Translate each batch with a variant and with the float32 model, and compare the results.
+    """Translate each batch with a variant and with the float32 model, and return the comparison of the results.
 
     Args:
         backend: The package.
         variant: A name in ``VARIANTS``.
-        texts: The sentences.
+        texts: The trained model and the sentences to translate.
         base: The float32 model.
-        seconds: Time in seconds after which no new batch starts, except that ``ROUNDS`` batches always run.
+        seconds: Time in seconds after which no new batch starts. At least ``ROUNDS`` batches run in any case.
 
     Raises:
-        RuntimeError: If a variant doesn't store weights in the dtype given in its name.
+        RuntimeError: If a variant doesn't store weights in the dtype that its name specifies.
     """
     package, config = PORTS[backend].import_package(), texts.trained.config
     if "torchao" in variant and not find_spec("torchao"):
@@ -231,7 +231,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
     if kind not in size:
         raise RuntimeError(f"{backend} {variant} must store {kind}: got {', '.join(size)}")
     batches = texts.batches()
-    first = batches[0][:1] if backend == "torch" else batches[0]  # JAX and TensorFlow compile for the batch shape
+    first = batches[0][:1] if backend == "torch" else batches[0]  # JAX and TensorFlow compile for this shape
     for search in SEARCHES.values():
         for model in models.values():
             search(package, model, first)
@@ -265,7 +265,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
 
 
 def compare_all(backend: str, texts: Texts, seconds: float) -> Iterator[Row]:
-    """Yield the size of a backend's float32 model, then one row per variant."""
+    """Yield one row with the size of a backend's float32 model, and one row per variant."""
     transformer = PORTS[backend].import_package().Transformer
     base = transformer.from_weights(texts.trained.config, texts.trained.weights)
     yield Row(backend, "float32", bytes=stored_bytes(backend, base))
@@ -280,7 +280,7 @@ def compare_all(backend: str, texts: Texts, seconds: float) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of the rows."""
+    """Yield the lines of a Markdown table that contains the rows."""
     titles = [f"{title}, {kind}" for title in ("same", "BLEU", "speed") for kind in SEARCHES]
     yield f"| | | sentences | {' | '.join(titles)} | MB |"
     yield "|---|---|" + "---:|" * 8
@@ -309,7 +309,7 @@ def versions() -> dict[str, str]:
 
 
 def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return the page of the site that shows the results."""
+    """Return the Markdown source of the page on the site that shows the results."""
     machine = report["machine"]
     libraries = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     lines = [

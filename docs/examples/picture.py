@@ -18,7 +18,7 @@ SIZE = {"width": 1280, "height": 760}
 
 
 def main() -> None:
-    """Write the page to a temporary directory, and write its screenshot to the site's source directory."""
+    """Create the page in a temporary directory, and write a screenshot of the page to ``docs/explore.png``."""
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
         page, picture = Path(directory) / "page.html", Path(directory) / "page.png"
         environment = {**os.environ, "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -30,7 +30,7 @@ def main() -> None:
         shown.goto(page.as_uri())
         shown.screenshot(path=picture)
         browser.close()
-        # MAXCOVERAGE also keeps the colors of small dots.
+        # With MAXCOVERAGE, the reduced palette also contains the colors of small dots.
         few_colors = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
         few_colors.save(DIRECTORY.parent / "explore.png", optimize=True)
 

@@ -1,11 +1,11 @@
-"""Measure how training amplifies rounding errors, in a run on multiple devices and in a run with perturbed weights.
+"""Measure how training amplifies the rounding errors of a run on multiple devices and of a run with perturbed weights.
 
     python docs/examples/rounding.py --backend torch            a column of docs/results/devices.md
     python docs/examples/rounding.py --backend torch --whole    the same for the default model of `parity train`
 
-The script passes other options to `parity train`. With `--steps 2400`, the runs are complete and print their accuracy.
-All runs train on the dates task in float64. In the perturbed run, each weight is replaced after the first step by the
-next larger float64 number, which is the size of one rounding error.
+The script passes all other options to `parity train`. With `--steps 2400`, the runs aren't stopped early, and they
+print their accuracy. All runs train on the dates task in float64. In the perturbed run, the script replaces each weight
+with the next larger float64 number after the first step. This change is as small as a single rounding error.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.cli.main import main as parity
 from transformer_parity.transformer.ports.registry import PORTS
 
-# These settings reduce the model to 89,000 parameters; the default has about ten times that many.
+# With these settings, the model has only 89,000 parameters. The default model is about ten times larger.
 SMALL = ["--set", "d_model=64", "d_ff=128", "num_encoder_layers=1", "num_decoder_layers=1", "warmup_steps=100"]
-UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # skips validation and keeps every checkpoint
+UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # skip validation and keep every checkpoint
 
 
 def train(directory: Path, *options: str) -> None:
-    """Run ``parity train``."""
+    """Run ``parity train`` with the given options, and exit if it fails."""
     if code := parity(["train", "--out", str(directory), *options]):
         sys.exit(code)
 
 
 def train_moved(directory: Path, first: Path, begin: Sequence[str], go_on: Sequence[str]) -> None:
-    """Run one step, replace each weight with the next larger number, and run the remaining steps.
+    """Run the first step, replace each weight with the next larger number, and run the remaining steps.
 
     Args:
-        directory: Output directory of the run.
-        first: Output directory of the first step.
-        begin: Options of ``parity train`` for a new run.
-        go_on: Options of ``parity train`` for a resumed run.
+        directory: Output directory for the remaining steps.
+        first: Output directory for the first step.
+        begin: Options of ``parity train`` for the first step.
+        go_on: Options of ``parity train`` for the remaining steps.
     """
     train(first, *begin, "--stop-at", "1")
     (path,) = checkpoints(first)
@@ -53,7 +53,7 @@ def train_moved(directory: Path, first: Path, begin: Sequence[str], go_on: Seque
 
 
 def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
-    """Yield each saved step and the distance between the weights of two runs: the largest relative difference."""
+    """Yield each saved step and the largest relative difference between the weights of two runs after this step."""
     for path in checkpoints(run):
         weights, others = (ref.load_weights(directory / path.name)[1] for directory in (run, other))
         apart = (np.abs(others[name] - array).max() / np.abs(array).max() for name, array in weights.items())
@@ -63,7 +63,7 @@ def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
 def compare(
     backend: str, devices: Sequence[str], steps: int, every: int, directory: Path, options: Sequence[str]
 ) -> list[tuple]:
-    """Return each step and the distances from the run on one device to the parallel run and to the perturbed run."""
+    """Return each saved step, and how far the parallel and the perturbed run are from the run on one device."""
     go_on = ["--backend", backend, "--set", f"save_every={every}", "--stop-at", str(steps), *UNSEEN]
     begin = ["--task", "dates", "--dtype", "float64", *options]
     train(directory / "one", *begin, *go_on)

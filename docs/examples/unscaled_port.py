@@ -1,11 +1,11 @@
-"""Define a port whose first layer doesn't divide the attention scores by sqrt(d_k), for the figure in the README."""
+"""The port in the README's figure, whose first layer doesn't divide the attention scores by sqrt(d_k)."""
 
 import reference_numpy  # used instead of a framework
 from transformer_parity.plugin import Port
 
 
 class MyPort(Port):
-    """The reference with one bug."""
+    """A port of the reference model with one bug: the scores in the first layer are not scaled."""
 
     taps = ("**",)
 

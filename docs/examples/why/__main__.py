@@ -1,4 +1,4 @@
-"""Measure two claims of section 3.2.1: ``python docs/examples/why --help`` lists the options."""
+"""Test two claims of section 3.2.1. For the options, run ``python docs/examples/why --help``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and draw the chosen claims, and return the exit code."""
+    """Test the chosen claims, print the measurements, draw the figures, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
         answer(options)
@@ -107,7 +107,7 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
-    """Draw the measurements and write the figure."""
+    """Draw the measurements, and write the figure to a file."""
     import matplotlib
 
     with matplotlib.rc_context(OPEN_STYLE):

@@ -1,8 +1,8 @@
-"""Measure two claims of section 3.2.1 that the paper makes without evidence.
+"""Measurements that test two claims of section 3.2.1, which the paper makes without evidence.
 
-The first claim is that the scores must be divided by sqrt(d_k); this module measures the effect on the softmax and on
-the gradient that passes through it. The second claim is that dot-product attention is faster than additive attention,
-although both require the same number of multiply-adds.
+According to the first claim, the scores must be divided by sqrt(d_k). This module measures how the division changes the
+softmax and the gradient through the softmax. According to the second claim, dot-product attention is faster than
+additive attention, although both require the same number of multiply-adds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from reference_numpy.fast import attend, softmax
 from transformer_spec.shapes import Bool, Float
 
 SEED = 2017
-POSITIONS = 64  # queries and keys of one sequence
+POSITIONS = 64  # number of queries and of keys in a sequence
 SEQUENCES = 16  # Each quantile is computed from SEQUENCES * POSITIONS queries.
-D_MODEL = 512  # the paper's base model
-LAYERS = 8  # random layers from which each quantile is computed
-CARRIED = 0.9  # fraction of the squared gradient
-SECONDS, LEAST_ROUNDS = 0.8, 7  # minimum duration and number of rounds of the timing for each size
-# Processor time of this thread, which excludes other programs. On Windows, its resolution is only 16 ms.
+D_MODEL = 512  # d_model of the paper's base model
+LAYERS = 8  # number of random layers from which each quantile is computed
+CARRIED = 0.9  # fraction of the squared gradient that the ``carriers`` contain
+SECONDS, LEAST_ROUNDS = 0.8, 7  # minimum time in seconds, and minimum number of rounds, per size
+# The CPU time of this thread doesn't include other programs. On Windows, its resolution of 16 ms is too coarse.
 CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time
 
 
@@ -45,10 +45,11 @@ def additive_attention(
     score_vector: Float[ndarray, " d_k"],
     mask: Bool[ndarray, "#B #L #M"] | None = None,
 ) -> Float[ndarray, "B L d_v"]:
-    """Average the values, weighted by a one-hidden-layer network of query and key (Bahdanau et al., 2015).
+    """Return the average of the values, weighted by a network with one hidden layer (Bahdanau et al., 2015).
 
     Section 3.2.1 compares this function, ``softmax(v^T tanh(q W_q + k W_k)) V``, with dot-product attention. The
-    theoretical cost is similar, but every pair of positions requires a tanh of width d_k instead of a single matmul.
+    theoretical complexity is similar, but this function computes d_k hidden units for every pair of positions, whereas
+    dot-product attention computes all scores with a single matmul.
 
     Args:
         query: One query vector per position.
@@ -57,7 +58,8 @@ def additive_attention(
         query_kernel: ``W_q``, the hidden layer's matrix for queries.
         key_kernel: ``W_k``, the hidden layer's matrix for keys.
         score_vector: ``v``, the output layer.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
+        mask: True where a query may attend to a key. If a row contains only False, the context is zero. With None,
+            every query may attend to every key.
 
     Returns:
         One weighted average of the values per query, in the dtype of ``query``.
@@ -83,7 +85,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Saturation:
-    """The softmax of the scores of random queries and keys."""
+    """Measurements of the scores and the softmax for random queries and keys."""
 
     d_k: int
     divided: bool  # whether the scores are divided by sqrt(d_k)
@@ -95,12 +97,12 @@ class Saturation:
 
 @dataclass(frozen=True)
 class LayerGradient:
-    """The gradients of random multi-head attention layers for a random upstream gradient."""
+    """Measurements of the gradients in random multi-head attention layers for random upstream gradients."""
 
     d_k: int
     num_heads: int
     divided: bool  # whether the scores are divided by sqrt(d_k)
-    carriers: Spread  # smallest fraction of the queries that carries CARRIED of the squared gradient
+    carriers: Spread  # smallest fraction of the queries that contains CARRIED of the squared gradient
     query_kernel: Spread  # norm of the gradient with respect to the query kernel
     key_kernel: Spread  # norm of the gradient with respect to the key kernel
 
@@ -112,7 +114,7 @@ class Cost:
     length: int  # number of queries and of keys
     d_k: int
     multiply_adds: int  # the same for both functions
-    extra: int  # number of further additions, and of tanh calls, in additive attention
+    extra: int  # number of additions, and of tanh evaluations, that only additive attention requires
     rounds: int  # number of rounds of the timing
     dot_seconds: Spread
     additive_seconds: Spread
@@ -123,20 +125,21 @@ class Cost:
 
 @dataclass(frozen=True)
 class Step:
-    """The cost of a single step of an attention function."""
+    """The cost of one step of an attention function, such as the softmax."""
 
     name: str
-    used_by: str  # dot, additive or both
+    used_by: str  # "dot", "additive", or "both"
     seconds: Spread
     operations: int
-    bytes_moved: int  # bytes of all inputs and outputs, each counted a single time
+    bytes_moved: int  # size of all inputs and outputs
 
 
 def softmax_gain(weights: ndarray) -> ndarray:
-    """Return the norm of each softmax's Jacobian, diag(p) - p p^T, which measures how much gradient it passes on.
+    """Return the norm of the Jacobian diag(p) - p p^T of each softmax, which measures the gradient through the softmax.
 
-    It is the root mean square of the gradient's norm at the scores if the gradient at the weights is random with
-    variance 1. Uniform weights yield sqrt(M - 1) / M, and one weight of 1 yields 0.
+    If the gradient with respect to the weights is random with variance 1, this norm is the root mean square of the norm
+    of the gradient with respect to the scores. For uniform weights, the norm is sqrt(M - 1) / M. If one weight is 1,
+    the norm is 0.
     """
     products = weights[..., :, None] * weights[..., None, :]  # [..., M, M]
     np.einsum("...ii->...i", products)[...] = 0.0
@@ -146,7 +149,7 @@ def softmax_gain(weights: ndarray) -> ndarray:
 
 
 def measure_saturation(d_k: int, *, divided: bool) -> Saturation:
-    """Measure attention for queries and keys with independent components of mean 0 and variance 1 (footnote 4)."""
+    """Measure the softmax for queries and keys with independent components of mean 0 and variance 1 (footnote 4)."""
     rng = np.random.default_rng([SEED, d_k])
     query, key = rng.standard_normal((2, SEQUENCES, 1, POSITIONS, d_k))
     seen = ref.Recorder("scores", "weights")
@@ -165,9 +168,9 @@ def measure_saturation(d_k: int, *, divided: bool) -> Saturation:
 
 
 def measure_layer(d_k: int, *, divided: bool, d_model: int = D_MODEL) -> LayerGradient:
-    """Send random gradients of norm 1 back through random layers with d_model / d_k heads, as d_k grows.
+    """Measure the gradients of random layers with d_model / d_k heads, for random upstream gradients of norm 1.
 
-    Inputs have variance 1 and kernels have variance 1 / d_model, so queries and keys have the variance of footnote 4.
+    Inputs have variance 1 and kernels have variance 1 / d_model, so queries and keys have variance 1, as in footnote 4.
     """
     found = [_layer_gradients(np.random.default_rng([SEED, d_k, i]), d_k, divided, d_model) for i in range(LAYERS)]
     return LayerGradient(
@@ -198,7 +201,7 @@ def random_layer(rng: np.random.Generator, d_k: int, d_model: int = D_MODEL) -> 
 def _layer_gradients(
     rng: np.random.Generator, d_k: int, divided: bool, d_model: int
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the gradient at the queries, at the query kernel and at the key kernel of one random layer."""
+    """Return the gradients with respect to the queries, the query kernel, and the key kernel of one random layer."""
     layer = random_layer(rng, d_k, d_model)
     x, upstream = rng.standard_normal((2, 1, POSITIONS, d_model))
     upstream /= np.linalg.norm(upstream)
@@ -210,7 +213,7 @@ def _layer_gradients(
 
 
 def layer_gradients(layer: ref.MultiHeadAttention, x: ndarray, upstream: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """Send a gradient back through self-attention, to the queries, the query kernel and the key kernel."""
+    """Return the gradients of self-attention with respect to the queries, the query kernel, and the key kernel."""
     seen, gradients = ref.Recorder(), ref.Recorder()
     layer(x, x, tap=seen)
     multi_head_attention_backward(layer, x, x, upstream, Trace(seen, gradients))
@@ -218,9 +221,10 @@ def layer_gradients(layer: ref.MultiHeadAttention, x: ndarray, upstream: ndarray
 
 
 def count_multiply_adds(length: int, d_k: int, d_v: int, d_model: int = D_MODEL) -> int:
-    """Return the number of multiply-adds that dot-product and additive attention both require.
+    """Return the number of multiply-adds, which is the same for dot-product and additive attention.
 
-    For L queries and L keys, the projections require 2 L d_model d_k, the scores L^2 d_k, and the average L^2 d_v.
+    For L queries and L keys, the projections require 2 L d_model d_k multiply-adds, the scores require L^2 d_k, and the
+    weighted average requires L^2 d_v.
     """
     return 2 * length * d_model * d_k + length**2 * (d_k + d_v)
 
@@ -247,7 +251,7 @@ def dot_product_attention(
 
 
 def measure_cost(length: int, d_k: int, d_v: int = 64, seconds: float = SECONDS) -> Cost:
-    """Time both functions alternately on the same float32 inputs."""
+    """Measure the time and memory of both functions on the same float32 inputs, in alternating calls."""
     inputs = attention_inputs(length, d_k, d_v)
     shared = {name: array for name, array in inputs.items() if name != "score_vector"}
     calls: dict[str, Callable[[], Any]] = {
@@ -271,7 +275,7 @@ def measure_cost(length: int, d_k: int, d_v: int = 64, seconds: float = SECONDS)
 
 
 def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SECONDS) -> list[Step]:
-    """Time the steps of both functions in turn, each with the result of the previous step."""
+    """Measure the time of each step of both functions. The input of a step is the result of the previous step."""
     x, y, value, query_kernel, key_kernel, score_vector = attention_inputs(length, d_k, d_v).values()
     query, key = x @ query_kernel, y @ key_kernel
     total = query[:, :, None, :] + key[:, None, :, :]  # [B, L, M, d_k]
@@ -307,7 +311,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
 
 
 def time_in_turn(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, ndarray]:
-    """Call each function once per round, so disturbances affect all of them equally, and return their seconds."""
+    """Call each function once per round, so that noise affects all functions equally, and return the times."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -33,7 +33,7 @@ BANDS = "Bands: all but the lowest and the highest tenth."
 
 
 def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figure:
-    """Draw the scores, the weights, and the gradients of the softmax and of a layer over d_k."""
+    """Return a figure of the scores, the weights, and the gradients of the softmax and of a layer by d_k."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -68,13 +68,13 @@ def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figur
 
 
 def draw_additive(costs: list[Cost], steps: list[Step], length: int, d_k: int) -> Figure:
-    """Draw the time over length and over d_k, the memory over length, and the time of the steps.
+    """Return a figure of the time by length and by d_k, the memory by length, and the time of each step.
 
     Args:
-        costs: Costs for all sizes.
-        steps: Steps for the size that both time panels contain.
-        length: Length for which d_k was varied.
-        d_k: Value of d_k for which the length was varied.
+        costs: Costs of both functions, for all measured sizes.
+        steps: Costs of the steps, for the given length and d_k.
+        length: Length of the costs that the panel over d_k shows.
+        d_k: Value of d_k of the costs that the panels over the length show.
     """
     from matplotlib.figure import Figure
 
@@ -143,7 +143,7 @@ def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
 
 
 def _finish(figure: Figure, note: str) -> None:
-    """Align every title to the left, and write a note below the panels."""
+    """Align the titles of all panels to the left, and add a note below the panels."""
     for axes in figure.axes:
         axes.title.set_horizontalalignment("left")
         axes.title.set_x(0)

@@ -1,4 +1,4 @@
-"""Print the measurements of docs/why.md as tables with conclusions."""
+"""Run the measurements for docs/why.md, and print tables and conclusions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYER_D_KS = [2**n for n in range(3, 10)]  # 8 ... 512: the heads together have 
 PAPER_D_K = 64
 LENGTHS = [2**n for n in range(4, 11)]  # 16 ... 1024, with the paper's d_k
 COST_D_KS = [1, 4, 16, 64, 256]
-COST_LENGTH = 512  # length for which d_k is varied and the steps are timed
+COST_LENGTH = 512  # length for the measurements over d_k and of the steps
 
 
 def threads() -> str:
@@ -55,7 +55,7 @@ def _in_turn(title: str, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def measure_sqrt_dk() -> dict[str, list[Any]]:
-    """Measure the softmax for all d_k, and a layer for each d_k that fits into d_model."""
+    """Return measurements of the softmax for all values in ``D_KS``, and of a layer for those in ``LAYER_D_KS``."""
     both = (False, True)
     softmax: list[Callable[[], Any]] = [
         partial(measure_saturation, d_k, divided=divided) for d_k in D_KS for divided in both
@@ -133,7 +133,7 @@ def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> s
 
 
 def measure_additive() -> dict[str, list[Any]]:
-    """Measure both functions for several lengths and several d_k, and their steps for one size."""
+    """Return measurements of both functions for several lengths and values of d_k, and of their steps for one size."""
     sizes = [(length, PAPER_D_K) for length in LENGTHS]
     sizes += [(COST_LENGTH, d_k) for d_k in COST_D_KS if d_k != PAPER_D_K]
     tasks: list[Callable[[], Any]] = [
@@ -221,7 +221,7 @@ def conclude_additive(costs: list[Cost], steps: list[Step]) -> str:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Return an empty table. Columns are right-aligned, except for names."""
+    """Return an empty table. All columns except the names are right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("step", "of") else "right", no_wrap=True)
@@ -229,7 +229,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _pairs(entries: list[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of raw and divided measurements."""
+    """Return pairs of measurements, without and with the division."""
     return list(zip(entries[::2], entries[1::2], strict=True))
 
 
