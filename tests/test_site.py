@@ -162,9 +162,18 @@ def test_a_bug_shows_whole_lines():
             assert catalog.edit(backend, bug).count("<del>") == len(bug.edits[backend])
 
 
+# Reports about values that a port must only declare, so that they are not bugs in the catalog.
+CONVENTIONS = {
+    "a different epsilon in the norms",
+    "a different activation, or different embeddings tied",
+    "label smoothing over different classes",
+    "a different stopping rule for beam search",
+}
+
+
 def test_bug_entry_links_to_its_reports():
     known = {bug.name for bugs in catalog.catalog.parts().values() for bug in bugs}
-    assert len(known & set(catalog.reports())) >= 60
+    assert set(catalog.reports()) - known == CONVENTIONS
     (twice,) = catalog.chosen("norm", "normalized twice")
     assert ">k2-fsa/snowfall#184</a>, <a " in catalog.entry(twice)
 

@@ -71,10 +71,11 @@ def shown_at(bug: Bug) -> str:
 def reports() -> dict[str, str]:
     """Return HTML links to the threads in which users reported each bug. The keys are the names of the bugs."""
     page = (ROOT / "docs" / "reported-bugs.md").read_text("utf-8")
-    found = {}
+    found: dict[str, str] = {}
     for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
         links = re.findall(r"\[(.+?)\]\((.+?)\)", threads)
-        found[name] = ", ".join(f'<a href="{escape(url, quote=True)}">{escape(title)}</a>' for title, url in links)
+        linked = ", ".join(f'<a href="{escape(url, quote=True)}">{escape(title)}</a>' for title, url in links)
+        found |= dict.fromkeys(name.split("; "), linked)
     return found
 
 
