@@ -218,7 +218,7 @@ def _sharding(mesh, axes):
 
 
 def _numbers(mesh):
-    """Return the index of each device in the mesh, counted along ``data``, then ``fsdp``, then ``tensor``."""
+    """Return the index of each device in the mesh, in row-major order of the axes data, fsdp, and tensor."""
     if mesh is None:
         return {}
     order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.shape]

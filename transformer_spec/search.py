@@ -130,8 +130,7 @@ class Search:
 
     Attributes:
         beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
-        length_penalty: Exponent alpha of the length penalty. With 0, log-probabilities rank the hypotheses, which
-            favors short hypotheses.
+        length_penalty: Exponent alpha of the length penalty. If it is 0, short hypotheses have an advantage.
         max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
         num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.

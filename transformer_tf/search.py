@@ -101,7 +101,7 @@ def beam_search(
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
-        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        length_penalty: Exponent alpha of the length penalty. If it is 0, short hypotheses have an advantage.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.

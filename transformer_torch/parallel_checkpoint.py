@@ -40,8 +40,8 @@ def save_sharded(
     Args:
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
-        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
-            JSON round trip. None saves an empty dict.
+        progress: Values that the training loop needs to resume, such as the position in the data. These
+            values must survive a JSON round trip. None saves an empty dict.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:

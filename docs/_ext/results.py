@@ -160,9 +160,9 @@ def selftest() -> Iterator[str]:
     report = read(RESULTS / "selftest.json")
     yield stamp(report, report["versions"])
     yield ""
-    yield from ("| part | injected | caught | located | named, of the bugs with a name |", "|---|---:|---:|---:|---:|")
+    yield from ("| part | injected | caught | located | identified |", "|---|---:|---:|---:|---:|")
     for row in [*report["parts"], {"part": "together", **report["together"]}]:
-        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be named"
+        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be identified"
         yield f"| {row['part']} | {row['injected']} | {row['caught']} | {row['located']} | {named} |"
 
 

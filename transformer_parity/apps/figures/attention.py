@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, ndarray]
 
 MOST_COLUMNS = 8  # maximum number of heads per row
-WIDEST = 16.0  # maximum width of a row of heads in inches, regardless of sentence length
-CELL = 0.2  # size of a token's cell in inches, large enough for its label in sentences of up to 200 tokens
 TAPS = {
     "encoder": "encoder.layers.{}.self_attention.weights",
     "decoder": "decoder.layers.{}.self_attention.weights",
