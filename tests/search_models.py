@@ -17,12 +17,12 @@ SEARCHES = ("greedy_search", "beam_search")
 REPEATED = pytest.mark.extended("searches", "jax", "tf")
 EITHER = [pytest.param("greedy_search", marks=REPEATED), "beam_search"]
 COMPILED = (  # tests with many steps, which use the default compilation
-    "test_cached_equals_uncached_step_by_step",
-    "test_beam_search_is_the_textbooks",
-    "test_a_sentence_does_not_depend_on_its_batch",
-    "test_the_maximum_length_follows_each_source",
-    "test_each_step_is_shown",
-    "test_the_largest_of_many",
+    "test_cached_steps_match_uncached_steps",
+    "test_beam_search_matches_the_textbook_algorithm",
+    "test_search_result_does_not_depend_on_the_batch",
+    "test_maximum_length_follows_each_source_sentence",
+    "test_callback_receives_the_tokens_of_each_step",
+    "test_top_values_and_indices_match_the_reference",
 )
 
 

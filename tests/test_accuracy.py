@@ -58,7 +58,7 @@ ALLOWED = {"swish": (lambda x: 2, lambda x: 2 + abs(x)), "gelu": (lambda x: 2 + 
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_activations_keep_their_digits(name):
+def test_activations_are_accurate_to_the_last_digits(name):
     activation, exact, allowed = functional.ACTIVATIONS[name], EXACT[name][0], ALLOWED[name][0]
     found = activation(np.array([float(x) for x in X]))
     for x, value in zip(X, found.tolist(), strict=True):
@@ -66,7 +66,7 @@ def test_activations_keep_their_digits(name):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_derivatives_keep_their_digits(name):
+def test_derivatives_are_accurate_to_the_last_digits(name):
     backward = functional.ACTIVATIONS_BACKWARD[functional.ACTIVATIONS[name]]
     found = backward(np.array([float(x) for x in X]), np.ones(len(X)))
     for x, value in zip(X, found.tolist(), strict=True):
@@ -76,6 +76,6 @@ def test_derivatives_keep_their_digits(name):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_activations_of_extreme_values(name):
+def test_activations_of_extreme_values_are_exact(name):
     x = np.array([-1e300, -1e4, -0.0, 1e4, 1e300])
     np.testing.assert_array_equal(functional.ACTIVATIONS[name](x), [0.0, 0.0, 0.0, 1e4, 1e300])

@@ -82,13 +82,13 @@ def check_arguments(function, arguments, dresult, gradients):
         assert_gradient(moved, gradient, what=f"argument {i}")
 
 
-def test_linear():
+def test_linear_gradients_match_finite_differences():
     x, kernel, bias, dy = random(2, 3, 5), random(5, 7), random(7), random(2, 3, 7, seed=1)
     gradients = functional.linear_backward(x, kernel, dy)
     check_arguments(functional.linear, (x, kernel, bias), dy, gradients)
 
 
-def test_masked_softmax():
+def test_masked_softmax_gradient_matches_finite_differences():
     scores, dweights = random(3, 5, 7), random(3, 5, 7, seed=1)
     mask = random(3, 5, 7, seed=2) < 0.3
     mask[1, 2] = False
@@ -102,14 +102,14 @@ def test_masked_softmax():
 
 @pytest.mark.parametrize("kind", ["standard", "annotated"])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.3])
-def test_layer_norm(kind, epsilon):
+def test_layer_norm_gradients_match_finite_differences(kind, epsilon):
     x, scale, bias, dy = random(2, 3, 6), random(6, seed=1), random(6, seed=2), random(2, 3, 6, seed=3)
     gradients = functional.layer_norm_backward(x, scale, epsilon, dy, kind)
     check_arguments(lambda *at: functional.layer_norm(*at, epsilon, kind), (x, scale, bias), dy, gradients)
 
 
 @pytest.mark.parametrize("kind", ["standard", "annotated"])
-def test_layer_norm_of_a_constant_row(kind):
+def test_layer_norm_gradient_of_a_constant_row_is_exact(kind):
     x, scale, dy = np.full((1, 6), 7.0), random(6), random(1, 6, seed=1)
     dx, dscale, dbias = functional.layer_norm_backward(x, scale, 0.25, dy, kind)
     dcentred = dy * scale - (dy * scale).mean()
@@ -119,7 +119,7 @@ def test_layer_norm_of_a_constant_row(kind):
 
 
 @pytest.mark.parametrize("name", functional.ACTIVATIONS)
-def test_activation(name):
+def test_activation_gradient_matches_finite_differences(name):
     activation = functional.ACTIVATIONS[name]
     x, dy = np.linspace(-5.05, 5.0, 67), random(67)  # at least 0.02 away from zero
     gradient = functional.ACTIVATIONS_BACKWARD[activation](x, dy)
@@ -128,13 +128,13 @@ def test_activation(name):
     assert narrow.dtype == np.float32
 
 
-def test_dropout():
+def test_dropout_gradient_matches_finite_differences():
     x, dy = random(4, 5), random(4, 5, seed=1)
     keep = functional.draw_keep(x.shape, 0.4, np.random.default_rng(0))
     check_arguments(lambda x: functional.dropout(x, keep, 0.4), (x,), dy, (functional.dropout(dy, keep, 0.4),))
 
 
-def test_lookup():
+def test_embedding_gradient_sums_over_repeated_ids():
     embedding = ref.TokenEmbedding(9, tiny_config(d_model=4, num_heads=2, scale_embedding=True), "float64")
     ids, dvectors, dtable = np.random.default_rng(0).integers(0, 6, (5, 7)), random(5, 7, 4), random(9, 4, seed=1)
     expected = dtable.copy()
@@ -146,7 +146,7 @@ def test_lookup():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["uniform", "off_target", "off_target_and_pad"])
-def test_cross_entropy(kind, smoothing):
+def test_cross_entropy_gradient_matches_finite_differences(kind, smoothing):
     config = tiny_config(label_smoothing=smoothing, label_smoothing_kind=kind, pad_id=4, target_vocab_size=37)
     logits, labels = 3.0 * random(4, 5, 37), tiny_batch(config)[2]
     gradient = cross_entropy_backward(logits, labels, config)
@@ -155,7 +155,7 @@ def test_cross_entropy(kind, smoothing):
     assert not gradient[labels == 4].any()
 
 
-def test_cross_entropy_of_extreme_logits():
+def test_cross_entropy_gradient_of_extreme_logits_is_exact():
     config = tiny_config(label_smoothing=0.0)
     logits = np.zeros((1, 2, 37))
     logits[0, :, 5] = 1e4
@@ -165,7 +165,7 @@ def test_cross_entropy_of_extreme_logits():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-def test_scaled_dot_product_attention(rate):
+def test_attention_gradients_match_finite_differences(rate):
     query, key, value = random(2, 3, 5, 11), random(2, 3, 7, 11, seed=1), random(2, 3, 7, 13, seed=2)
     mask = random(2, 1, 5, 7, seed=3) < 0.3
     mask[1, 0, 2] = False
@@ -227,14 +227,14 @@ REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.ma
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.extended("presets")] * (case in REPEATED)) for case in CASES]
 )
-def test_every_gradient(case):
+def test_all_gradients_match_finite_differences(case):
     preset, overrides = CASES[case]
     model = tiny_model(preset, **overrides)
     check_model(model, smooth=model.config.activation != "relu")
 
 
 @pytest.mark.parametrize("norm_order", ["post", "pre"])
-def test_every_gradient_through_dropout(norm_order):
+def test_all_gradients_with_dropout_match_finite_differences(norm_order):
     check_model(tiny_model(norm_order=norm_order, dropout=RATES, activation="swish"), seed=5, smooth=True)
 
 
@@ -270,7 +270,7 @@ def test_loss_and_gradients_are_zero_without_labels(case):
 
 
 @pytest.mark.parametrize("case", ["paper_base", "annotated"])
-def test_a_source_of_padding_only(case):
+def test_all_padding_source_has_finite_gradients(case):
     model = tiny_model(case)
     source, target, labels = tiny_batch(model.config)
     result = ref.gradients(model, np.full_like(source, model.config.pad_id), target, labels)
@@ -297,7 +297,7 @@ def test_padding_positions_receive_no_gradient():
 
 
 @pytest.mark.parametrize("tied", ["target_output", "all"])
-def test_a_tied_table_sums_up_its_uses(tied):
+def test_gradient_of_a_tied_embedding_is_the_sum_over_its_uses(tied):
     model = tiny_model(tie_embeddings=tied, target_vocab_size=37)
     batch, weights = tiny_batch(model.config), model.export_weights()
     of_tied = ref.gradients(model, *batch).parameters
@@ -315,7 +315,7 @@ def test_a_tied_table_sums_up_its_uses(tied):
         np.testing.assert_allclose(gradient, of_free[name], rtol=1e-12, atol=1e-14)
 
 
-def test_float32_stays_float32():
+def test_float32_model_has_float32_gradients():
     for preset in ("paper_learned", "annotated", "marian"):
         model = tiny_model(preset, dtype="float32")
         batch = tiny_batch(model.config)
@@ -327,7 +327,7 @@ def test_float32_stays_float32():
                 assert np.linalg.norm(gradient - exact[name]) <= 1e-4 * np.linalg.norm(exact[name]), name
 
 
-def test_a_missing_tap_is_named():
+def test_missing_tap_is_named_in_the_error():
     model = tiny_model()
     source, target, labels = tiny_batch(model.config)
     seen = ref.Recorder("decoder.**")

@@ -55,7 +55,7 @@ def flat(batches):
 
 @pytest.mark.parametrize("multiple", [1, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 30, 200, 10_000])
-def test_every_pair_once_an_epoch(tokens, multiple):
+def test_epoch_contains_every_pair_once(tokens, multiple):
     pairs = corpus()
     batches = Batches(pairs, CONFIG, tokens, multiple=multiple)
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_every_pair_once_an_epoch(tokens, multiple):
 
 @pytest.mark.parametrize("multiple", [1, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 30, 200, 10_000])
-def test_shapes_are_a_small_closed_set(tokens, multiple):
+def test_batches_have_only_the_few_listed_shapes(tokens, multiple):
     batches = Batches(corpus(), CONFIG, tokens, multiple=multiple)
     assert 1 <= len(batches.shapes) == len(set(batches.shapes)) <= 8
     assert json.loads(json.dumps(batches.shapes)) == [list(shape) for shape in batches.shapes]
@@ -148,7 +148,7 @@ def test_chosen_buckets_minimize_computation(tokens, multiple, monkeypatch):
     assert work(chosen) == min(map(work, others))
 
 
-def test_little_is_padding():
+def test_percentage_of_padding_is_small():
     def share(pairs, tokens):
         batches = Batches(pairs, CONFIG, tokens)
         cells = sum(batch.source_ids.size + batch.labels.size for batch in batches.once())
@@ -162,13 +162,13 @@ def test_little_is_padding():
     assert share(corpus(2000), 300) < share(corpus(2000), 20_000)
 
 
-def test_many_lengths_are_thinned_but_every_pair_stays(monkeypatch):
+def test_limited_number_of_buckets_keeps_every_pair(monkeypatch):
     monkeypatch.setattr(batches, "MAX_BOUNDS", 3)
     pairs = corpus()
     assert flat(Batches(pairs, CONFIG, 200).once()) == sorted(pairs)
 
 
-def test_the_order_is_new_in_each_epoch_and_with_each_seed():
+def test_order_changes_with_epoch_and_seed():
     batches, other = Batches(corpus(), CONFIG, 60, seed=0), Batches(corpus(), CONFIG, 60, seed=1)
     first, second, elsewhere = epoch(batches), epoch(batches), epoch(other)
     for again in (second, elsewhere):
@@ -179,7 +179,7 @@ def test_the_order_is_new_in_each_epoch_and_with_each_seed():
     assert sum(str(sorted(content(batch))) in again for batch in first) < 0.1 * len(first)
 
 
-def test_seek_resumes_exactly():
+def test_seek_resumes_at_the_same_batch():
     batches = Batches(corpus(), CONFIG, 60, seed=5)
     positions, made = [], []
     for _ in range(2 * batches.per_epoch + 3):
@@ -234,7 +234,7 @@ print(*map(zlib.crc32, (b"".join(order), pairs.encode(), model)))
 """
 
 
-def test_every_process_gets_the_same():
+def test_batches_do_not_depend_on_the_hash_seed():
     def run(hash_seed):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.path.dirname(__file__)}
         return subprocess.run(
@@ -246,7 +246,7 @@ def test_every_process_gets_the_same():
     assert len(first.split()) == 3
 
 
-def test_the_order_outlives_numpy():
+def test_order_does_not_depend_on_the_numpy_version():
     pairs = [([token, 2], [token, 2]) for token in range(4, 12)]
     batches = Batches(pairs, CONFIG, 4, seed=7)
     assert [[pair[0][0] for pair in content(batch)] for batch in epoch(batches)] == [[9, 5], [6, 11], [8, 4], [10, 7]]

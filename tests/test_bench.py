@@ -51,7 +51,7 @@ class Process:
         return rounds.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
-def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
+def test_implementations_are_warmed_up_and_take_turns_to_run_first():
     asked: list[str] = []
     a, b, c = processes = [Process("a", asked), Process("b", asked, fails_at=96.0), Process("c", asked)]
     verified = []
@@ -221,7 +221,7 @@ def test_interrupted_benchmark_prints_partial_results_and_cleans_up(number, tmp_
     assert list(temporary.iterdir()) == []
 
 
-def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
+def test_ctrl_c_before_the_first_timing_reports_no_times(capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -258,7 +258,7 @@ def test_invalid_bench_options_are_rejected_before_measuring(options, message, c
     assert message in errors
 
 
-def test_missing_peers_are_named(capsys, monkeypatch):
+def test_missing_peers_are_reported(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
     code, _, errors = bench(capsys, "--backends", "numpy", "--peers")
@@ -290,7 +290,7 @@ def test_unsupported_options_of_a_bench_task_are_rejected(task, options, message
     assert message in errors
 
 
-def test_help_teaches(capsys):
+def test_bench_help_explains_verification_and_table_columns(capsys):
     for arguments, line in (
         (["bench", "--help"], "If a result does not agree with the reference, its time is not\nreported."),
         (["bench", "decode", "--help"], "table columns:"),

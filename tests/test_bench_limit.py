@@ -20,7 +20,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.transformer.ports.products import multiplied
 
 
-def test_ratios_are_taken_within_a_round():
+def test_ratios_are_computed_within_each_round():
     quick, slow = Entry("quick", seconds=[1.0, 10.0, 2.0]), Entry("slow", seconds=[3.0, 20.0, 5.0, 99.0])
     assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # the ratio of the medians would be 12.5 / 2
     assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
@@ -73,7 +73,7 @@ def test_training_step_has_three_times_the_forward_operations():
 
 
 @pytest.mark.parametrize("work", [FORWARD, SMALL], ids=["forward", "decode"])
-def test_products_have_the_sizes_of_each_stack(work):
+def test_matmul_sizes_match_each_stack(work):
     work = replace(work)
     sizes = {"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_v": 3, "decoder_d_ff": 7}
     config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
@@ -90,7 +90,7 @@ def test_products_have_the_sizes_of_each_stack(work):
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
-def test_all_products_can_be_taken(work):
+def test_every_listed_matmul_can_be_run(work):
     products = Products()
     products.load(work, Path())
     products.run()
@@ -99,7 +99,7 @@ def test_all_products_can_be_taken(work):
         assert (product.left, product.right) in taken
 
 
-def test_products_use_the_memory_layout_of_the_search():
+def test_matmuls_use_the_memory_layout_of_the_search():
     products = Products()
     products.load(SMALL, Path())
     products.run()
@@ -113,7 +113,7 @@ def products_of(work):
     return sum(2 * np.prod(product.left) * product.right[-1] for product in work.products())
 
 
-def test_the_limit_is_operations_or_reading_whichever_takes_longer():
+def test_limit_is_the_longer_of_compute_time_and_read_time():
     fast, slow = 1e30, 1e-30
     for work in (FORWARD, TRAIN, SMALL):
         assert Limit({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(products_of(work) / 2.0)
@@ -130,7 +130,7 @@ def test_the_limit_is_operations_or_reading_whichever_takes_longer():
     assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
 
 
-def test_an_update_reads_and_writes_every_weight():
+def test_optimizer_update_reads_and_writes_every_weight():
     without = Limit({"a": 1e30}, {"a": 1.0})
     weights = sum(array.size for array in TRAIN.weights().values())
     read = 4 * sum(np.prod(product.right) for product in TRAIN.products())
@@ -162,7 +162,7 @@ def test_measured_libraries_match_the_benchmarked_backends():
 
 @pytest.mark.parametrize("name", tiers.first_alone(["torch", "jax", "tf"], "libraries"))
 @pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "libraries"))
-def test_each_library_multiplies(name, dtype):
+def test_each_library_can_run_a_matmul(name, dtype):
     for sizes in ((8, 16, 8), (8, 16, 1)):
         multiplied(name, sizes, dtype, "cpu")()
 
@@ -181,7 +181,7 @@ def test_exponents_are_fitted_to_the_largest_sizes():
     assert exponent([1, 2], [None, 3.0]) is None
 
 
-def test_exponents_of_time_and_memory():
+def test_exponents_are_fitted_for_time_and_memory():
     def entry(name, size):
         return Entry(name, seconds=[2.0 * size**2] * 3, loaded_bytes=100, peak_bytes=100 + 5 * size)
 

@@ -111,7 +111,7 @@ def test_exit_of_one_process_is_reported_and_ends_the_others(how, monkeypatch):
 # --- The command ---
 
 
-def test_numpy_simulates_a_plan(capsys, tmp_path):
+def test_numpy_plan_is_simulated_in_one_process(capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "bench", "train", *QUICK, "--backends", "numpy", "--rounds", 1, "--parallel", "fsdp=2,tensor=2"),
         *("--json", tmp_path / "a.json"),
@@ -129,7 +129,7 @@ def test_numpy_simulates_a_plan(capsys, tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extended("plans")) for name in ("torch", "jax", "tf")]
 )
-def test_each_framework_trains_in_processes(name, capsys, tmp_path):
+def test_each_framework_is_timed_in_multiple_processes(name, capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2", "--json", tmp_path / "a.json")
     )
@@ -190,7 +190,7 @@ def test_invalid_bench_options_are_rejected_before_measuring(options, message, c
     assert message in errors
 
 
-def test_a_process_for_each_device_of_a_cpu():
+def test_number_of_processes_depends_on_backend_and_device():
     found = {
         (name, device): TrainOnDevices(name, Plan.parse("data=4"), device).processes
         for name in ("numpy", "torch", "jax", "tf")
@@ -202,7 +202,7 @@ def test_a_process_for_each_device_of_a_cpu():
 
 @pytest.mark.needs(os.name != "nt", "signals")
 @pytest.mark.extended("plans")
-def test_ctrl_c_leaves_no_process(tmp_path):
+def test_ctrl_c_ends_all_processes(tmp_path):
     arguments = ["bench", "train", *QUICK, "--rounds", "100000", "--backends", "torch", "--parallel", "data=2"]
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:

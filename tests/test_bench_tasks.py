@@ -74,7 +74,7 @@ def test_wrong_results_are_not_timed(task, implementation, reason, capsys, monke
 
 
 @pytest.mark.extended("timed growth")
-def test_growth_is_measured_and_drawn(capsys, tmp_path):
+def test_growth_is_measured_and_plotted(capsys, tmp_path):
     code, printed, errors = bench(
         *(capsys, "--backends", "numpy,torch", "--scale", "source=8,32", "--batch", 2),
         *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
@@ -90,7 +90,7 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
 
 
-def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):
+def test_import_times_are_compared_with_the_frameworks(capsys, tmp_path):
     imports.main(["--backends", "numpy", "--rounds", "2", "--json", str(tmp_path / "a.json")])
     assert "reference_numpy" in capsys.readouterr().out
     found = json.loads((tmp_path / "a.json").read_text())
@@ -105,7 +105,7 @@ def test_failed_framework_import_is_reported(monkeypatch):
         imports.main(["--backends", "numpy", "--rounds", "1"])
 
 
-def test_only_marian_has_a_beam():
+def test_marian_is_the_only_peer_with_beam_search():
     assert [other.name for other in others(replace(SMALL, beam_size=3))] == ["marian"]
     assert [other.name for other in others(SMALL)] == ["marian", "flax nnx", "keras hub", "keras hub XLA"]
     assert [other.name for other in others(TRAIN)] == [
@@ -128,7 +128,7 @@ def test_compiled_variant_is_timed_with_peers(work):
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN], ids=lambda work: work.task)
-def test_our_compiled_form_in_torch_is_compiled(work, tmp_path, monkeypatch):
+def test_compiled_torch_variant_is_compiled(work, tmp_path, monkeypatch):
     import torch
 
     compiled = []
@@ -152,7 +152,7 @@ def test_our_compiled_form_in_torch_is_compiled(work, tmp_path, monkeypatch):
 
 
 @pytest.mark.extended("timed steps")
-def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
+def test_compiled_tensorflow_variant_is_compiled(tmp_path, monkeypatch):
     import tensorflow as tf
 
     by_xla = []
@@ -170,7 +170,7 @@ def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
         assert by_xla.pop() is expected
 
 
-def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
+def test_bar_color_depends_on_the_first_word_of_the_name():
     entries = [Entry(name, seconds=[1.0]) for name in ("torch compiled", "torch data=2", "torch.nn compiled")]
     (axes,) = draw_times("title", "details", entries, "machine").axes
     colors = [bar.get_facecolor() for bar in axes.patches]
@@ -200,7 +200,7 @@ def test_growth_plot_supports_unknown_memory(memory, tmp_path):
 
 
 @pytest.mark.only("torch")
-def test_a_step_in_bfloat16_has_weights_in_float32(capsys):
+def test_bfloat16_training_step_keeps_float32_weights(capsys):
     code, printed, errors = bench(capsys, "--backends", "torch", "--dtype", "bfloat16", task="train")
     assert code == 0, printed + errors
     assert "bfloat16" in printed

@@ -33,7 +33,7 @@ def no_steps():
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
-def test_the_reference_agrees_with_itself(beam_size):
+def test_reference_agrees_with_itself_in_bench(beam_size):
     work = replace(SMALL, beam_size=beam_size)
     found = searched(work)()
     assert found.ids.shape == (3, 5)
@@ -55,7 +55,7 @@ def test_verifiers_use_the_unaccelerated_reference(monkeypatch):
     scorers(Trained(Path(), None, SMALL.config, SMALL.weights(), None), "float32")(SMALL.source_ids[:1])
 
 
-def test_sentences_vary():
+def test_benchmark_sentences_vary_in_tokens_and_lengths():
     work = DecodeWork("tiny")
     ids = searched(work)().ids
     assert ids.shape == (8, 64)
@@ -102,7 +102,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("bug", WRONG)
-def test_a_wrong_result_is_refused(bug):
+def test_wrong_result_is_rejected(bug):
     change, reason = WRONG[bug]
     reference = DecodeVerifier(SMALL, SMALL.weights())
     right = searched()()
@@ -145,7 +145,7 @@ def test_bfloat16_near_ties_use_bfloat16_noise(beam_size):
         DecodeVerifier(replace(work, dtype="float32"), weights).verify(right(), lambda: Decoded.by(right))
 
 
-def test_a_beam_is_followed_by_its_steps():
+def test_wrong_beam_search_is_rejected_by_following_its_steps():
     work = replace(SMALL, beam_size=3)
     reference, search = DecodeVerifier(work, work.weights()), searched(work)
     wrong = another_token(search())
@@ -205,7 +205,7 @@ def test_labels_are_the_next_tokens():
         assert (labels[length:] == config.pad_id).all()
 
 
-def test_dropout_is_the_papers():
+def test_dropout_is_applied_at_the_sites_in_the_paper():
     work = replace(TRAIN, dropout=0.3)
     rates = work.config.dropout
     assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)

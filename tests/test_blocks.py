@@ -54,7 +54,7 @@ def test_query_blocks_do_not_change_attention(shape, length, rate, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_blocks_of_the_usual_size(dtype):
+def test_default_block_size_does_not_change_attention(dtype):
     length = 2 * fast.QUERY_BLOCK + 37
     query, key, value = (random(1, 2, length, 8, seed=seed).astype(dtype) for seed in range(3))
     mask = masks(1, 2, length, length)["both"]
@@ -64,7 +64,7 @@ def test_blocks_of_the_usual_size(dtype):
     np.testing.assert_allclose(in_blocks, at_once, rtol=0.0, atol=8 * np.finfo(dtype).eps)
 
 
-def test_a_model_reads_long_sentences(monkeypatch):
+def test_blocks_do_not_change_the_logits_of_long_sentences(monkeypatch):
     config = tiny_config("marian", max_length=64)
     model = ref.Transformer.from_weights(config, random_weights(config), "float64")
     source, target = (np.random.default_rng(0).integers(3, 30, (2, length)) for length in (33, 21))
@@ -77,7 +77,7 @@ def test_a_model_reads_long_sentences(monkeypatch):
     assert seen["encoder.layers.0.self_attention.scores"].shape == (2, config.num_heads, 33, 33)
 
 
-def test_memory_grows_with_the_length():
+def test_attention_memory_is_linear_in_the_length():
     def peak(length, tap=ref.no_tap):
         query, key, value = (random(1, 2, length, 8, seed=seed).astype(np.float32) for seed in range(3))
         mask = np.ones((1, 1, 1, length), bool)
@@ -150,7 +150,7 @@ def context_and_gradients(name, attention, arrays, mask, **given):
 
 @pytest.mark.only("jax", "tf")  # PyTorch's own kernel doesn't store the scores
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_port_attends_in_blocks(port, shape, monkeypatch):
+def test_attention_of_a_port_in_blocks_matches_full_attention(port, shape, monkeypatch):
     attention = in_blocks_of(port, monkeypatch, 4)
     shapes = seen_scores(monkeypatch, port.package.attention)
     arrays = random(2, 3, 9, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
@@ -166,7 +166,7 @@ def test_a_port_attends_in_blocks(port, shape, monkeypatch):
 
 
 @pytest.mark.only("jax", "tf")
-def test_dropout_draws_for_all_weights_at_once(port, monkeypatch):
+def test_attention_dropout_is_not_computed_in_blocks(port, monkeypatch):
     config = tiny_config("marian", dropout=ref.DropoutRates(attention=0.4))
     options = {"rngs": 0} if port.name == "jax" else {}
     model = port.package.Transformer.from_weights(config, random_weights(config), **options)
@@ -191,7 +191,7 @@ def test_dropout_draws_for_all_weights_at_once(port, monkeypatch):
 
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("passes", ["forward", "and backward"])
-def test_jax_needs_memory_for_a_block_only(port, passes):
+def test_jax_allocates_memory_for_only_one_block(port, passes):
     import jax
 
     attention, length = in_blocks_of(port), 1024
@@ -212,7 +212,7 @@ def test_jax_needs_memory_for_a_block_only(port, passes):
 
 @pytest.mark.only("tf")
 @pytest.mark.extended("compiled programs")
-def test_tf_compiles_no_array_of_all_scores(port):
+def test_tf_program_contains_no_array_of_all_scores(port):
     import tensorflow as tf
 
     attention, length = in_blocks_of(port), 640

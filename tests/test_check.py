@@ -93,7 +93,7 @@ def test_check_runs_only_the_requested_stage(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_your_weights_on_your_sentences(capsys, tmp_path):
+def test_check_runs_user_weights_on_user_text(capsys, tmp_path):
     config = ref.TransformerConfig(
         source_vocab_size=300, target_vocab_size=300, d_model=32, num_heads=4, d_ff=64, num_encoder_layers=1
     )
@@ -132,14 +132,14 @@ def test_wrong_usage_exits_with_3_because_2_means_precision(capsys):
     assert "unknown theano: choose from numpy, torch, jax, tf" in capsys.readouterr().err
 
 
-def test_a_missing_framework_is_an_error_with_the_install_line(monkeypatch, capsys):
+def test_missing_framework_error_contains_the_install_command(monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flax" else find_spec(name))
     assert main(["check", "--backends", "torch,jax"]) == 3
     assert "flax is not installed: pip install 'transformer-parity[cli,jax]'" in capsys.readouterr().err
 
 
-def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):
+def test_missing_gpu_makes_the_check_incomplete(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides any GPU from the port's process
     assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--sentences", "0"]) == 3
     printed = capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_shipped_text_is_aligned_and_varied():
     assert min(len(source.split()) for source, _ in pairs) == 1
 
 
-def test_text_errors(tmp_path):
+def test_invalid_text_files_are_rejected(tmp_path):
     def write(name, content):
         (tmp_path / name).write_bytes(content)
         return tmp_path / name

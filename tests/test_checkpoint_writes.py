@@ -75,7 +75,7 @@ save_weights(sys.argv[1], config, weights)
     assert load_checkpoint(path).progress == {}
 
 
-def test_two_writers_at_once(path, monkeypatch):
+def test_concurrent_writers_leave_a_complete_checkpoint(path, monkeypatch):
     """Each writer uses a separate temporary file, so the writer that finishes last leaves a complete checkpoint."""
     first, second = make(progress={"writer": 1}), make(progress={"writer": 2})
     replace = os.replace
@@ -93,13 +93,13 @@ def test_two_writers_at_once(path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["nowhere/run.safetensors", "."])
-def test_impossible_place(tmp_path, write, target):
+def test_unwritable_path_raises_os_error(tmp_path, write, target):
     with pytest.raises(OSError, match=f"{re.escape(str(tmp_path / target))}'$"):
         write(tmp_path / target)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unreadable_file(path, saved, monkeypatch):
+def test_unreadable_file_is_not_reported_as_missing(path, saved, monkeypatch):
     """Safetensors would report the file as missing. The test patches ``open``, because root can read any file."""
 
     def refuse(*args):
@@ -119,7 +119,7 @@ def test_saved_file_has_default_permissions(path, write):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_average(tmp_path, dtype):
+def test_average_weights_returns_the_float64_mean(tmp_path, dtype):
     config = small_config()
     each = [random_weights(config, seed, dtype) for seed in range(3)]
     each[0][NAME].flat[:2] = [-0.0, 0.1]
@@ -137,7 +137,7 @@ def test_average(tmp_path, dtype):
     assert_same_bits(mean, {name: array.astype(dtype) for name, array in in_float64.items()})
 
 
-def test_average_of_different_models_is_refused(tmp_path):
+def test_average_of_different_models_is_rejected(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     save_checkpoint(one, make())
     with pytest.raises(ValueError, match=r"^an average requires at least one file: got none$"):
@@ -155,7 +155,7 @@ def test_average_of_different_models_is_refused(tmp_path):
         average_weights([one, other])
 
 
-def test_average_of_different_parts_is_refused(tmp_path):
+def test_average_of_different_parts_is_rejected(tmp_path):
     """Their configs match, but an average must not treat the missing weights as zero."""
     config = small_config()
     paths = {part: tmp_path / f"{part}.safetensors" for part in (None, "encoder", "decoder")}

@@ -35,7 +35,7 @@ def with_state(checkpoint, **changes):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_round_trip_of_every_preset(path, preset):
+def test_checkpoint_of_every_preset_round_trips(path, preset):
     checkpoint = make(tiny_config(preset, num_encoder_layers=1, num_decoder_layers=2))
     save_checkpoint(path, checkpoint)
     assert_same(load_checkpoint(path), checkpoint)
@@ -60,7 +60,7 @@ def test_every_dtype_keeps_its_bits(path, dtype, moments):
     assert_same(load_checkpoint(path), checkpoint)
 
 
-def test_layout_in_memory_does_not_matter(path, saved):
+def test_file_does_not_depend_on_the_memory_layout(path, saved):
     checkpoint = make()
 
     def laid_out_otherwise(arrays):
@@ -81,7 +81,7 @@ def test_layout_in_memory_does_not_matter(path, saved):
     assert path.read_bytes() == saved
 
 
-def test_names_in_the_file(path, saved):
+def test_checkpoint_file_contains_the_documented_names(path, saved):
     names = make().weights
     with safe_open(path, framework="numpy") as file:
         moments = {f"{moment}_moment.{name}" for moment in ("first", "second") for name in names}
@@ -99,7 +99,7 @@ def test_names_in_the_file(path, saved):
     }
 
 
-def test_a_checkpoint_is_a_weight_file(path, backend):
+def test_checkpoint_loads_as_a_weight_file(path, backend):
     checkpoint = make()
     save_checkpoint(path, checkpoint)
     config, weights = load_weights(path)
@@ -118,7 +118,7 @@ def test_loading_a_weight_file_as_a_checkpoint_raises(path):
         load_checkpoint(path.with_name("nowhere"))
 
 
-def test_flipped_bits_of_tensors_are_noticed(path, saved):
+def test_flipped_bits_in_tensors_are_detected(path, saved):
     """Each of 40 flipped bits in weights, moments, and the vocabulary is detected, and the message names the tensor."""
     rng = np.random.default_rng(0)
     for position in rng.integers(header_size(saved), len(saved), 40):
@@ -130,7 +130,7 @@ def test_flipped_bits_of_tensors_are_noticed(path, saved):
 
 
 @pytest.mark.parametrize("vocabulary", [None, b"", bytes(range(256)) * 9], ids=["none", "empty", "bytes"])
-def test_vocabulary(path, vocabulary):
+def test_vocabulary_round_trips(path, vocabulary):
     config = small_config()
     save_weights(path, config, random_weights(config), dtype="bfloat16", vocabulary=vocabulary)
     assert load_vocabulary(path) == vocabulary
@@ -327,7 +327,7 @@ def test_corrupted_sharded_checkpoint_is_rejected(tmp_path, case):
         read_run(tmp_path)
 
 
-def test_a_directory_without_a_run(tmp_path):
+def test_directory_without_training_state_is_rejected(tmp_path):
     save_weights(tmp_path / RUN, small_config(), random_weights(small_config()))
     with pytest.raises(
         ValueError, match=r"is not a usable sharded checkpoint: it contains weights but no training state$"
@@ -335,7 +335,7 @@ def test_a_directory_without_a_run(tmp_path):
         read_run(tmp_path)
 
 
-def test_truncated(path, saved):
+def test_truncated_file_is_rejected(path, saved):
     end = header_size(saved)
     for length in {*range(20), *range(0, len(saved), len(saved) // 150), end - 1, end, end + 1, len(saved) - 1}:
         path.write_bytes(saved[:length])
@@ -343,7 +343,7 @@ def test_truncated(path, saved):
             load_checkpoint(path)
 
 
-def test_flipped_bits_of_the_header(path, saved):
+def test_flipped_bits_in_the_header_are_rejected_or_harmless(path, saved):
     """Damage is rejected, unless it only changes whitespace or turns a description value into a different legal value.
 
     For example, nothing shows that a step of 41 was originally 43. Even then, all tensors are restored exactly.

@@ -101,7 +101,7 @@ def start(tmp_path, monkeypatch):
         yield lambda name, *python: children.start(f"functions:{name}", *python)
 
 
-def test_messages_and_answers(start):
+def test_messages_are_answered_in_order(start):
     child = start("answer")
     for message in (1, "ab", [None]):
         child.send(message)
@@ -116,7 +116,7 @@ def test_message_larger_than_the_pipe_is_delivered(start):
     assert [child.receive() for child in children] == [message[::-1]] * 2
 
 
-def test_every_kind_of_array_arrives_as_it_was():
+def test_arrays_of_every_kind_are_transferred_unchanged():
     numbers = np.arange(24.0).reshape(2, 3, 4)
     arrays = [
         numbers,
@@ -174,7 +174,7 @@ def wrapped(tmp_path, start):
 
 
 @posix
-def test_a_wrapper_may_print_to_standard_output(wrapped):
+def test_output_of_an_interpreter_wrapper_is_ignored(wrapped):
     child = wrapped('echo "Loading modules ..."; {python} "$@"; echo done')
     child.send(21)
     assert child.receive() == 42
@@ -270,7 +270,7 @@ with sigterm_is_ctrl_c(), Children() as children:
 @posix
 @pytest.mark.parametrize("function", ["starts", "ignores", "holds_the_lock"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
-def test_children_and_their_directory_go_with_their_parent(function, number, tmp_path):
+def test_children_and_their_directory_are_removed_with_the_parent(function, number, tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -95,7 +95,7 @@ LATE = 0.6  # fraction of a command's events after which it receives a signal
 EARLY = 0.3  # the same for selftest, whose child processes make the number of events vary
 
 
-def test_every_command_is_here():
+def test_circumstances_cover_every_command():
     assert set(RUNS) == set(COMMANDS)
 
 
@@ -267,7 +267,7 @@ def test_closed_output_pipe_does_not_change_the_results(case, command):
 
 
 @every
-def test_a_full_output_is_an_error_and_results_are_kept(case, command):
+def test_full_output_device_is_an_error_and_results_are_kept(case, command):
     assert case.end("a full output") == 3
     assert "No space left on device" in case.said
     assert bool(list(case.out.iterdir())) == (command in WRITES)
@@ -275,14 +275,14 @@ def test_a_full_output_is_an_error_and_results_are_kept(case, command):
 
 
 @every
-def test_a_full_disk(case, command):
+def test_full_disk_is_reported_without_a_partial_file(case, command):
     assert case.end("a full disk") == (3 if command in WRITES else RUNS[command][1])
     assert ("File too large" in case.said) == (command in WRITES)
     case.check()
 
 
 @some
-def test_a_read_only_directory(server, command):
+def test_read_only_directory_is_reported_without_a_partial_file(server, command):
     case = case_of(server, command, READ_ONLY)
     assert case.end("") == 3
     assert READ_ONLY in case.said
@@ -311,7 +311,7 @@ def test_output_directory_without_permissions_is_an_error(case, command):
 
 @every
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_a_signal_ends_a_command(case, command, number):
+def test_signal_ends_a_command_without_leftovers(case, command, number):
     late = EARLY if command == "selftest" else LATE
     code = case.end(number, at=round(late * case.server.moments(command)))
     assert code in (3, STOPPED[number] if command == "train" else 3)
@@ -363,7 +363,7 @@ EXTENDED = [pytest.param(command, marks=pytest.mark.extended("commands")) for co
 
 
 @pytest.mark.parametrize("command", ["check", *EXTENDED])
-def test_a_bare_environment(server, case, command):
+def test_commands_run_in_a_minimal_environment(server, case, command):
     """Commands work with ``python -O``, an ASCII-only locale, no home directory, and no terminal."""
     kept = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
     bare = {name: value for name, value in server.environment.items() if name in kept}

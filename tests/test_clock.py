@@ -37,7 +37,7 @@ def clock_at(*times: float) -> Clock:
     return Clock(iter(times).__next__)
 
 
-def test_spans_add_up():
+def test_clock_sums_the_added_seconds():
     clock = clock_at(10.0, 20.0)
     clock.add(2.0)
     clock.add(3.0)
@@ -54,7 +54,7 @@ def test_overlapping_spans_are_counted_once():
     assert clock.seconds == 12.0
 
 
-def test_running_stops_once():
+def test_stopping_a_span_twice_counts_it_once():
     clock = clock_at(1.0, 4.0, 4.0)
     with clock.running() as stop:
         stop()
@@ -80,7 +80,7 @@ def test_jax_compile_events_are_timed(monkeypatch):
     assert clock.seconds == 3.0
 
 
-def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
+def test_tf_compilation_is_timed_in_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
     monkeypatch.setattr(tensorflow, "COMPILING", clock)
     case = CASES_BY_NAME["attention/no_mask"]
@@ -106,7 +106,7 @@ def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     assert shown[-3:] == ["a batch"] * 3
 
 
-def test_tf_compiles_in_float32_and_traces_whole_models(monkeypatch):
+def test_tf_compiles_float32_calls_and_traces_whole_float64_models(monkeypatch):
     import tensorflow as tf
 
     def asked_of(dtype, run):
@@ -196,7 +196,7 @@ def test_each_model_is_loaded_once_and_each_block_run_once(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-def test_errors_are_found_wherever_they_are(size):
+def test_relative_error_includes_every_element(size):
     expected = np.random.default_rng(size).normal(size=size)
     norm = np.linalg.norm(expected)
     for index in {0, size // 2, size - 1}:
@@ -210,7 +210,7 @@ def test_errors_are_found_wherever_they_are(size):
 
 
 @pytest.mark.only("jax")
-def test_only_a_worker_listens_to_jax(port):
+def test_only_a_worker_times_jax_compilation(port):
     import jax
 
     before = COMPILING.seconds

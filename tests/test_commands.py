@@ -24,7 +24,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 
 
 @pytest.mark.usefixtures("bare")
-def test_info_without_frameworks(capsys, monkeypatch):
+def test_info_runs_without_frameworks(capsys, monkeypatch):
     code, out, err = parity(capsys, "info")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -82,7 +82,7 @@ def test_info_counts_parameters(capsys):
 
 
 @pytest.mark.parametrize("preset", ref.PRESETS)
-def test_differences_lead_from_the_base_model_to_the_preset(preset):
+def test_listed_differences_turn_paper_base_into_the_preset(preset):
     sizes = {"source_vocab_size": 9, "target_vocab_size": 9}
     fields = presets.differences(preset)
     rates = {name.partition(".")[2]: fields.pop(name) for name in list(fields) if name.startswith("dropout.")}
@@ -152,7 +152,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("command", ABSURD)
-def test_an_absurd_size_is_refused_at_once(command, capsys, tmp_path, monkeypatch):
+def test_excessive_size_is_rejected_immediately(command, capsys, tmp_path, monkeypatch):
     """The size is rejected before any memory is allocated, because the check uses only the available memory."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**29))
     monkeypatch.chdir(tmp_path)

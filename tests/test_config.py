@@ -91,13 +91,13 @@ def bad_fields():
 
 
 @pytest.mark.parametrize(("fields", "kind", "message"), list(bad_fields()), ids=str)
-def test_bad_field(fields, kind, message):
+def test_invalid_field_raises_the_expected_error(fields, kind, message):
     with pytest.raises(kind) as error:
         tiny_config(**fields)
     assert str(error.value) == message
 
 
-def test_every_field_is_refused_something():
+def test_every_field_has_an_invalid_value_in_the_tests():
     """This test fails if a new field isn't validated or isn't listed above."""
     checked = {name for fields, _, _ in bad_fields() for name in fields}
     assert checked == {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -109,12 +109,12 @@ def test_single_channel_has_no_unbiased_deviation():
         tiny_config("annotated", d_model=1, num_heads=1, position_encoding="learned")
 
 
-def test_unknown_preset():
+def test_unknown_preset_raises_an_error():
     with pytest.raises(ValueError, match=r"^preset must be one of paper_base, paper_h1, .*: got 'paper'$"):
         TransformerConfig.preset("paper", source_vocab_size=37, target_vocab_size=37)
 
 
-def test_unknown_and_missing_fields():
+def test_unknown_and_missing_fields_are_named_in_the_error():
     with pytest.raises(TypeError, match="layers"):
         TransformerConfig.preset("paper_base", source_vocab_size=37, target_vocab_size=37, layers=6)
     with pytest.raises(TypeError, match="target_vocab_size"):
@@ -128,7 +128,7 @@ def test_unknown_and_missing_fields():
         TransformerConfig.from_dict(list(fields))
 
 
-def test_frozen():
+def test_config_is_immutable():
     config = tiny_config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.d_model = 48
@@ -137,7 +137,7 @@ def test_frozen():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_survives_json(preset):
+def test_config_round_trips_through_json(preset):
     config = tiny_config(preset)
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.replace() == config
@@ -156,7 +156,7 @@ def test_survives_json(preset):
     ],
     ids=str,
 )
-def test_sizes_of_the_decoder(given, expected):
+def test_decoder_sizes_default_to_the_encoder_sizes(given, expected):
     config = tiny_config(**given)
     assert tuple(getattr(config.in_decoder, name) for name in DECODER_SIZES) == expected
     assert config.in_decoder.in_decoder == config.in_decoder

@@ -57,7 +57,7 @@ def test_slow_imports_are_local_to_the_tests():
             assert not heavy & {module.split(".")[0] for module in modules}, path
 
 
-def test_left_out_is_named(run):
+def test_deselected_backends_and_devices_are_listed(run):
     code, output = run("def test(backend): pass", "--backends", "numpy", "-q")
     assert code == 0
     for line in ("jax (left out of --backends)", "torch (left out of --backends)", "gpu (left out of --devices)"):
@@ -106,7 +106,7 @@ def test_unknown_backend_stops_the_run(run):
     assert "--backends takes numpy, torch, jax, tf: got mxnet" in output
 
 
-def test_only_leaves_out_without_a_skip(run):
+def test_only_marker_deselects_tests_without_a_skip(run):
     test = (
         "@pytest.mark.only('jax')\ndef test_jax(port): assert 0\ndef test_port(port): assert 0\ndef test_good(): pass"
     )
@@ -193,11 +193,11 @@ def test_tensorflow_tests_run_in_dedicated_processes(run):
         ("test_peers.py::test_logits[keras hub XLA]", "tf"),
         ("test_peers.py::test_float64[flax nnx-1e-06]", "jax"),
         ("test_selftest.py::test_bug[tf-loss-summed-steps]", "tf_training"),
-        ("test_training.py::test_mixed_precision[tf]", "tf_training"),
-        ("test_train.py::test_a_run_goes_on_in_another_framework", "tf_training"),
+        ("test_training.py::test_mixed_precision_trains_accurately_with_float32_weights[tf]", "tf_training"),
+        ("test_train.py::test_run_continues_in_another_framework", "tf_training"),
         ("test_search.py::test_cached_equals_uncached[jax-keras_hub]", "jax"),
         ("test_others.py::test_no_alarm[torch-keras_hub]", "test_others.py::test_no_alarm[torch-keras_hub]"),
-        ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model[float32]", "tf"),
+        ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model_separately[float32]", "tf"),
         ("test_selftest.py::test_bug[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_golden_vectors_of_each_package_agree[torch]", "golden"),
         ("test_import_hf.py::test_logits_match_transformers[marian-numpy]", "import"),

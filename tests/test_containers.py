@@ -230,7 +230,7 @@ print(json.dumps(found))
 """
 
 
-def test_attacks_are_refused(tmp_path):
+def test_malicious_files_are_rejected(tmp_path):
     """The files are read in a new process, so that its peak memory shows how much memory each of them uses."""
     attacks = prepared(tmp_path)
     paths = "".join(f"{path}\n" for path, _ in attacks.values())
@@ -263,7 +263,7 @@ def saved(path: Path, **options) -> dict:
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}, {"pickle_protocol": 4}])
-def test_files_of_torch_are_read(tmp_path, options):
+def test_torch_files_are_read_exactly(tmp_path, options):
     expected = saved(tmp_path / "model.bin", **options)
     found = pickles.read_tensors(tmp_path / "model.bin")
     assert list(found) == list(expected)
@@ -285,7 +285,7 @@ def test_pickled_namespace_requires_explicit_permission(tmp_path):
     assert pickles.arrays(found["model"], "model")["weight"].tolist() == layer.weight.tolist()
 
 
-def test_safetensors_are_read_whole_and_in_shards(tmp_path):
+def test_single_and_sharded_safetensors_are_read(tmp_path):
     expected = {"a": torch.randn(2, 3).to(torch.bfloat16), "b": torch.randn(3).half(), "c": torch.arange(3)}
     from safetensors.torch import save_file as save
 
@@ -302,7 +302,7 @@ def test_safetensors_are_read_whole_and_in_shards(tmp_path):
     assert tensors.shards(index) == [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
 
 
-def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
+def test_symbolic_links_in_the_hub_cache_are_followed(tmp_path):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs/ab12").write_bytes(b"{}")
     directory = tmp_path / "snapshots/main"
@@ -319,7 +319,7 @@ FETCH = "is a git-lfs pointer, not the file: fetch the file with `git lfs pull`"
 
 
 @pytest.mark.parametrize("name", ["m.npz", "m.pt", "m.ckpt", "m.weights.h5", "m.keras", "m.safetensors"])
-def test_a_pointer_of_git_lfs_is_recognized(name, tmp_path):
+def test_git_lfs_pointer_is_reported(name, tmp_path):
     (tmp_path / name).write_bytes(UNFETCHED)
     with pytest.raises(ValueError, match=f"^{name} {FETCH}$"):
         import_checkpoint(tmp_path / name)
@@ -330,7 +330,7 @@ def test_a_pointer_of_git_lfs_is_recognized(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
-def test_a_pointer_of_git_lfs_in_a_directory_is_recognized(name, tmp_path):
+def test_git_lfs_pointer_in_a_directory_is_reported(name, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "marian"}')
     (tmp_path / name).write_bytes(UNFETCHED)
     with pytest.raises(ValueError, match=f"{name} {FETCH}$"):
@@ -339,7 +339,7 @@ def test_a_pointer_of_git_lfs_in_a_directory_is_recognized(name, tmp_path):
 
 @pytest.mark.needs(os.name != "nt", "permissions")
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
-def test_files_have_the_permissions_of_the_umask(umask, tmp_path):
+def test_written_files_have_permissions_from_the_umask(umask, tmp_path):
     before = os.umask(umask)
     try:
         tensors.write(tmp_path / "a.safetensors", {"x": np.zeros(2)})

@@ -134,7 +134,7 @@ NPZ_ATTACKS = {
 
 
 @pytest.mark.parametrize("name", NPZ_ATTACKS)
-def test_attacks_through_an_npz_are_refused(npz_file, name):
+def test_malicious_npz_files_are_rejected(npz_file, name):
     members, method, message = NPZ_ATTACKS[name]
     archive(npz_file, members, method)
     refused_at_once(npz.read, npz_file, f"{npz_file} is not a valid .npz file: ", message)
@@ -155,7 +155,7 @@ def test_duplicate_npz_member_names_are_rejected(npz_file):
         npz.read(npz_file)
 
 
-def test_a_failed_write_leaves_the_old_file(npz_file):
+def test_failed_write_keeps_the_old_file(npz_file):
     npz.write(npz_file, ARRAYS)
     before = npz_file.read_bytes()
     with pytest.raises(ValueError, match="numbers"):
@@ -250,7 +250,7 @@ HDF5_ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", HDF5_ATTACKS)
-def test_attacks_through_hdf5_are_refused(hdf5_file, attack, tmp_path):
+def test_malicious_hdf5_files_are_rejected(hdf5_file, attack, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(b"a password, long")
     with h5py.File(hdf5_file, "a") as h5:
@@ -314,7 +314,7 @@ def damaged(data):
     yield "many", data[:26] + struct.pack("<I", 2**32 - 1) + data[30:]
 
 
-def test_damaged_models_are_refused(tmp_path):
+def test_damaged_ctranslate2_models_are_rejected(tmp_path):
     path = tmp_path / "model.bin"
     ctranslate2.write(path, MODEL)
     spoilt = dict(damaged(path.read_bytes()))
@@ -367,6 +367,6 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ("{[1]: 2}", "is not valid YAML"),
     ],
 )
-def test_attacks_through_yaml_are_refused(text, message, tmp_path):
+def test_malicious_yaml_is_rejected(text, message, tmp_path):
     refused_at_once(lambda text: yaml.read(text, "special:model.yml"), text, "special:model.yml ", message)
     assert list(tmp_path.iterdir()) == []

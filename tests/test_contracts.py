@@ -84,7 +84,7 @@ def forms(backend, value, *, native=True):
 
 
 @pytest.mark.parametrize("case", [*BAD_IDS, *BAD_OBJECTS])
-def test_bad_ids(backend, model, nothing_runs, case):
+def test_invalid_ids_are_rejected(backend, model, nothing_runs, case):
     value, kind, message = {**BAD_IDS, **BAD_OBJECTS}[case]
     memory = backend.from_numpy(MEMORY)
     for ids in forms(backend, value, native=case in BAD_IDS):
@@ -101,7 +101,7 @@ def test_bad_ids(backend, model, nothing_runs, case):
 
 
 @pytest.mark.parametrize("case", [*BAD_MASKS, *BAD_MASK_OBJECTS])
-def test_bad_masks(backend, model, nothing_runs, case):
+def test_invalid_masks_are_rejected(backend, model, nothing_runs, case):
     value, kind, message = {**BAD_MASKS, **BAD_MASK_OBJECTS}[case]
     memory = backend.from_numpy(MEMORY)
     for mask in forms(backend, value, native=case in BAD_MASKS):
@@ -117,14 +117,14 @@ def test_bad_masks(backend, model, nothing_runs, case):
 
 
 @pytest.mark.parametrize("case", BAD_MEMORIES)
-def test_bad_memory(backend, model, nothing_runs, case):
+def test_invalid_memory_is_rejected(backend, model, nothing_runs, case):
     value, got = BAD_MEMORIES[case]
     for memory in (value, backend.from_numpy(value)):
         expected = (ValueError, f"memory must have shape (2, 4, 24): {got}")
         assert refusal(model.decode, TARGET, memory, SOURCE) == expected
 
 
-def test_source_and_target_of_different_batches(backend, model, nothing_runs):
+def test_different_batch_sizes_of_source_and_target_are_rejected(backend, model, nothing_runs):
     expected = (ValueError, "source_ids and target_ids must have the same batch size: got 2 and 1")
     memory = backend.from_numpy(MEMORY)
     for target in forms(backend, TARGET[:1]):
@@ -132,7 +132,7 @@ def test_source_and_target_of_different_batches(backend, model, nothing_runs):
         assert refusal(model.decode, target, memory, SOURCE) == expected
 
 
-def test_masked_arrays_are_refused(backend, model, nothing_runs):
+def test_masked_arrays_are_rejected(backend, model, nothing_runs):
     """Frameworks would drop a NumPy mask, so the model would read the masked values."""
     ids, mask = np.ma.masked_equal(SOURCE, 0), np.ma.array(SOURCE != 0, mask=SOURCE == 0)
     for name, arguments in (("source_ids", (ids, TARGET)), ("source_mask", (SOURCE, TARGET, mask))):
@@ -144,7 +144,7 @@ def test_masked_arrays_are_refused(backend, model, nothing_runs):
     assert refusal(backend.package.Transformer.from_weights, model.config, weights) == (TypeError, message)
 
 
-def test_a_config_or_settings_as_a_dict(backend, model):
+def test_config_or_settings_given_as_a_dict_raise_type_error(backend, model):
     options = {"rngs": None} if backend.name == "jax" else {}
     build, train = backend.package.Transformer, backend.package.Trainer
     message = "config must be a TransformerConfig: got dict; write TransformerConfig(**config)"
@@ -181,7 +181,7 @@ def only_scores(name, value):
         return value
 
 
-def test_missing_target(model):
+def test_missing_target_raises_type_error(model):
     """Keras passes source and target as one tuple; a source array isn't such a tuple, regardless of its batch size."""
     assert refusal(model, SOURCE)[0] is TypeError
 
@@ -234,7 +234,7 @@ def test_incompatible_attention_operands_raise_value_error(backend, shapes, mess
         (np.ones((2, 5, 7), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (2, 5, 7)"),
     ],
 )
-def test_bad_attention_mask(backend, mask, kind, message):
+def test_invalid_attention_mask_is_rejected(backend, mask, kind, message):
     mask = backend.from_numpy(mask)
     for length in (5, LONG):
         shapes = (2, 3, length, 11), (2, 3, 7, 11), (2, 3, 7, 13)
@@ -245,7 +245,7 @@ def test_bad_attention_mask(backend, mask, kind, message):
             assert refusal(attend, *operands, mask, tap=Recorder()) == expected
 
 
-def test_unknown_dtype_device_and_precision(backend):
+def test_unknown_dtype_device_and_precision_are_rejected(backend):
     config = tiny_config()
     weights = random_weights(config)
     dtypes = "float64, float32" if backend.name == "numpy" else "float64, float32, bfloat16"
@@ -290,7 +290,7 @@ def test_unavailable_gpu_raises(backend, monkeypatch):
         ["uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "list"], "dtypes", "jax", "tf"
     ),
 )
-def test_ids_of_every_integer_type(backend, model, dtype):
+def test_ids_of_every_integer_type_give_the_same_logits(backend, model, dtype):
     expected = backend.to_numpy(model(SOURCE, TARGET))
     if dtype == "list":
         np.testing.assert_array_equal(backend.to_numpy(model(SOURCE.tolist(), TARGET.tolist())), expected)
@@ -308,7 +308,7 @@ def _reversed(backend, model):
     return backend.to_numpy(model(np.ascontiguousarray(SOURCE[:, ::-1]), TARGET))
 
 
-def test_masks_as_lists_arrays_and_native(backend, model):
+def test_masks_are_accepted_as_lists_and_arrays(backend, model):
     masks = [[True, False, True, True], [True, True, False, False]], [[True, True, False], [True, True, True]]
     arrays = [np.array(mask) for mask in masks]
     expected = backend.to_numpy(model(SOURCE, TARGET, *arrays))
@@ -317,7 +317,7 @@ def test_masks_as_lists_arrays_and_native(backend, model):
         np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET, *given)), expected)
 
 
-def test_memory_from_numpy(backend, model):
+def test_numpy_memory_is_decoded(backend, model):
     """One backend can decode the encoder memory that a different backend computed."""
     expected = backend.to_numpy(model.decode(TARGET, backend.from_numpy(MEMORY), SOURCE))
     np.testing.assert_array_equal(backend.to_numpy(model.decode(TARGET, MEMORY, SOURCE)), expected)
@@ -331,7 +331,7 @@ def test_memory_with_wrong_dtype_raises_type_error(backend, model, nothing_runs,
         assert refusal(model.decode, TARGET, given, SOURCE) == expected
 
 
-def test_empty_attention_operands(backend):
+def test_empty_attention_key_is_rejected(backend):
     empty = backend.from_numpy(np.ones((2, 3, 0, 5)))
     for length in (4, LONG):
         query = backend.from_numpy(np.ones((2, 3, length, 5)))
@@ -358,7 +358,7 @@ def test_arguments_are_neither_changed_nor_kept(backend, model):
 
 
 @pytest.mark.parametrize("length", [5, LONG])
-def test_masked_row_has_no_context(backend, length):
+def test_fully_masked_query_has_zero_context(backend, length):
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=shape) for shape in ((2, 3, length, 11), (2, 3, 7, 11), (2, 3, 7, 13)))
     mask = rng.random((2, 1, length, 7)) < 0.6
@@ -381,7 +381,7 @@ def test_masked_row_has_no_context(backend, length):
 @pytest.mark.parametrize(
     "explicit", tiers.first_alone([False, True], "attentions", "jax", "tf"), ids=["fused", "explicit"]
 )
-def test_padded_sentence_leaves_everything_finite(backend, explicit):
+def test_all_padding_sentence_leaves_all_values_finite(backend, explicit):
     config = tiny_config(attention_bias=True, num_encoder_layers=1, num_decoder_layers=1)
     weights = random_weights(config)
     model = backend.package.Transformer.from_weights(config, weights, dtype="float64")
@@ -402,7 +402,7 @@ def test_padded_sentence_leaves_everything_finite(backend, explicit):
             assert np.isfinite(gradient).all()
 
 
-def test_start_symbol_may_be_the_padding(backend):
+def test_padding_id_can_be_the_bos_token(backend):
     """Marian uses its padding ID as the BOS token: the first position is a token, and any later one is padding."""
     config = tiny_config("marian", num_encoder_layers=1, num_decoder_layers=1)
     assert config.bos_id == config.pad_id == 1

@@ -41,7 +41,7 @@ def predicted(plan, probe=PROBE):
     ("kind", "devices", "expected"),
     [("all-reduce", 4, 150.0), ("all-gather", 4, 75.0), ("reduce-scatter", 4, 75.0), ("all-reduce", 1, 0.0)],
 )
-def test_a_ring_sends(kind, devices, expected):
+def test_ring_collective_sends_the_expected_number_of_values(kind, devices, expected):
     assert Collective(kind, "gradient", "data", devices, 100).sent == expected
 
 

@@ -47,7 +47,7 @@ def vocabulary(request, sentences):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_text_is_the_inverse_of_ids(vocabulary, sentences, preset):
+def test_ids_decode_to_the_original_text(vocabulary, sentences, preset):
     config = config_for(vocabulary, preset)
     numbered = vocabulary.numbered(config)
     for line in sentences[:300]:
@@ -60,7 +60,7 @@ def test_text_is_the_inverse_of_ids(vocabulary, sentences, preset):
         assert numbered.text(np.array([config.bos_id, *ids, *[config.pad_id] * 3, ids[0]], np.int32)) == line
 
 
-def test_subwords_make_room_for_any_special_ids(vocabulary, sentences):
+def test_subword_ids_leave_room_for_any_special_ids(vocabulary, sentences):
     config = config_for(vocabulary, pad_id=17, bos_id=vocabulary.size + 2, eos_id=4)
     numbered = vocabulary.numbered(config)
     used = {token for line in sentences for token in numbered.ids(line)[:-1]}
@@ -69,7 +69,7 @@ def test_subwords_make_room_for_any_special_ids(vocabulary, sentences):
     assert [numbered.text(numbered.ids(line)) for line in sentences] == sentences
 
 
-def test_text_is_exact_up_to_normalisation(vocabulary):
+def test_decoded_text_is_exact_up_to_normalization(vocabulary):
     config = config_for(vocabulary)
     vocabulary = vocabulary.numbered(config)
     assert vocabulary.text(vocabulary.ids("  \uff37here \t is   it? ")) == "Where is it?"
@@ -101,7 +101,7 @@ def test_character_vocabulary_contains_every_character():
         Subwords.train(lines, 6, "char")
 
 
-def test_a_vocabulary_is_rebuilt_from_its_model(vocabulary, sentences):
+def test_vocabulary_is_rebuilt_from_its_model(vocabulary, sentences):
     again = Subwords(vocabulary.model)
     assert again.model == vocabulary.model
     assert (again.size, again.pieces(sentences[0])) == (vocabulary.size, vocabulary.pieces(sentences[0]))
@@ -117,7 +117,7 @@ def test_invalid_vocabulary_model_raises_value_error(model):
         Subwords(model)
 
 
-def test_kinds_of_vocabulary():
+def test_unknown_vocabulary_kind_is_rejected():
     with pytest.raises(ValueError, match="kind must be one of unigram, char: got 'bpe'"):
         Subwords.train(["a"], kind="bpe")
 
@@ -151,7 +151,7 @@ def held_out_dates():
         (date(2024, 3, 5), "Portuguese", "{d} de {month} de {year}", "5 de março de 2024"),
     ],
 )
-def test_a_date_as_people_write_it(day, language, template, written):
+def test_date_is_written_in_the_given_format(day, language, template, written):
     assert template in FORMATS[language]
     assert write(day, language, template) == written
 
@@ -168,11 +168,11 @@ def test_a_date_as_people_write_it(day, language, template, written):
         (2099, "twenty ninety-nine"),
     ],
 )
-def test_a_year_in_words(year, words):
+def test_year_is_written_in_words(year, words):
     assert write(date(year, 5, 3), "English", "the {day_words} of {month} {year_words}") == f"the third of May {words}"
 
 
-def test_the_words_of_a_language_are_all_different():
+def test_words_of_each_language_are_distinct():
     for name, language in LANGUAGES.items():
         for field, words in vars(language).items():
             assert len({word.casefold() for word in words}) == len(words), (name, field)
@@ -190,7 +190,7 @@ def test_every_date_string_has_one_correct_answer(dates, held_out_dates):
         assert answers.setdefault(plain, target) == target, source
 
 
-def test_every_format_writes_different_days_differently():
+def test_every_format_distinguishes_different_days():
     days = [date.fromordinal(n) for n in range(date(1970, 1, 1).toordinal(), date(2070, 1, 1).toordinal(), 11)]
     answers = {}
     for (language, templates), day in itertools.product(FORMATS.items(), days):
@@ -199,7 +199,7 @@ def test_every_format_writes_different_days_differently():
             assert answers.setdefault(line, day) == day, line
 
 
-def test_two_digits_mean_a_year_from_1970_to_2069(dates):
+def test_two_digit_year_is_between_1970_and_2069(dates):
     two_digits = [
         (source, target) for source, target in dates if re.search(r"\d ?$", source) and not re.search(r"\d{4}", source)
     ]
@@ -216,7 +216,7 @@ def test_every_format_and_noise_occurs(dates):
     assert {target[5:7] for _, target in dates} == {f"{month:02}" for month in range(1, 13)}
 
 
-def test_days_are_held_out_by_content(dates, held_out_dates):
+def test_held_out_days_are_selected_by_content(dates, held_out_dates):
     trained, held_out = ({target for _, target in pairs} for pairs in (dates, held_out_dates))
     assert not trained & held_out
     assert all(is_held_out(date.fromisoformat(day)) for day in held_out)
@@ -230,7 +230,7 @@ def test_days_are_held_out_by_content(dates, held_out_dates):
     assert not is_held_out(date(2000, 1, 1))
 
 
-def test_dates_depend_on_the_seed_only(dates):
+def test_dates_depend_only_on_the_seed(dates):
     assert date_pairs(50, 0, held_out=False) == dates[:50]
     assert date_pairs(50, 1, held_out=False) != dates[:50]
     for count in (0, -1):
@@ -249,7 +249,7 @@ def test_date_lines_contain_every_character(dates, held_out_dates):
         assert len(vocabulary.ids(target)) == 11
 
 
-def test_lines_end_at_a_newline_and_nowhere_else(tmp_path):
+def test_lines_end_only_at_newlines(tmp_path):
     """If a carriage return ended a line, all later pairs would be misaligned, in training as well as in translation."""
     text = "a\rb\x0bc\u2028d\x85e\r\nf\n"
     (tmp_path / "a").write_bytes(text.encode())
@@ -257,7 +257,7 @@ def test_lines_end_at_a_newline_and_nowhere_else(tmp_path):
     assert read_pairs(tmp_path / "a", tmp_path / "b.gz") == [("a\rb\x0bc\u2028d\x85e",) * 2, ("f", "f")]
 
 
-def test_an_encoding_error_names_file_and_line(tmp_path):
+def test_encoding_error_names_the_file_and_line(tmp_path):
     (tmp_path / "a").write_bytes(b"a\rb\nc\n\xe4\n")
     with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 3: .* byte 0xe4"):
         read_pairs(tmp_path / "a", tmp_path / "a")
@@ -272,12 +272,12 @@ def test_sentence_over_the_token_limit_is_dropped_or_rejected(vocabulary):
         pad([ids for ids, _ in numbered], config)
 
 
-def test_an_absurd_vocabulary_is_refused_at_once():
+def test_excessive_vocabulary_size_is_rejected_immediately():
     with pytest.raises(ValueError, match="at most 1,114,112 entries: got 1,000,000,000,000"):
         Subwords.train(["a b"], 10**12)
 
 
-def test_numbered_text(sentences):
+def test_numbered_pairs_decode_to_the_original_text(sentences):
     vocabulary = Subwords.train(sentences, 400)
     config = config_for(vocabulary)
     pairs = read_pairs()[:50]

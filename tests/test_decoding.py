@@ -79,7 +79,7 @@ def test_near_tie_is_distinguished_from_a_bug(options):
 
 
 @BOTH
-def test_a_choice_beyond_rounding_is_a_bug(options):
+def test_token_choice_unexplained_by_rounding_is_a_bug(options):
     config, weights = twins(1e-2)
     other = {**weights, "output_proj.bias": weights["output_proj.bias"].copy()}
     other["output_proj.bias"][7] = -1e-2
@@ -108,7 +108,7 @@ def test_near_ties_are_distinguished_from_bugs_under_all_search_rules(name, toke
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
-def test_reference_search_raises_no_doubts(options):
+def test_reference_search_has_no_doubtful_steps(options):
     """The search is followed even though its result is correct, and each of its steps must be the best choice."""
     for seed in (13, 28, 6):
         config, weights = lively(seed=seed)
@@ -174,7 +174,7 @@ BEAM_BUGS = {
         for name, lines in bugs.items()
     ],
 )
-def test_bugs_in_a_search_are_found(options, old, new):
+def test_search_bugs_are_detected(options, old, new):
     buggy, caught = buggy_package(old, new), False
     for seed in (13, 28, 6, 3):
         config, weights = lively(seed=seed)
@@ -238,7 +238,7 @@ def test_impossible_search_results_have_infinite_margins(change):
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
-def test_random_tokens_are_judged_without_an_exception(options):
+def test_random_tokens_are_explained_without_an_exception(options):
     """The random tokens often include padding and EOS, so most hypotheses continue after one of them."""
     config, weights = lively()
     truth = load_reference(config, weights)

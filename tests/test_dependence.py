@@ -30,7 +30,7 @@ def models():
     return {(case.config, case.seed): case for case in cases}.values()
 
 
-def test_every_model_of_our_cases_depends_on_its_inputs_and_weights():
+def test_every_case_model_depends_on_its_inputs_and_weights():
     assert len(models()) > 50
     assert [case.name for case in models() if why_nothing_shows(case.config, case.load_weights())] == []
 
@@ -57,7 +57,7 @@ def test_insensitive_model_is_detected(overrides, zeroed, why):
 
 
 @pytest.mark.parametrize("overrides", [{"layer_norm_epsilon": 1.0}, {"position_offset": 1_000_000}, {"num_heads": 1}])
-def test_a_model_at_the_limits_of_a_config_shows_something(overrides):
+def test_model_with_extreme_config_values_depends_on_its_inputs(overrides):
     config = tiny(**{"d_k": None, "d_v": None, **overrides})
     assert not why_nothing_shows(config, hard_weights(config))
 
@@ -93,7 +93,7 @@ def test_port_with_an_insensitive_model_is_incomplete(kind, why, tmp_path, capsy
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_port_must_leave_a_case_with_padding_in_each_stage(stage):
+def test_port_that_omits_every_padded_case_of_a_stage_is_rejected(stage):
     config, port = tiny(d_k=None, d_v=None), PluginPort(f"{MyPort.__module__}:MyPort")
     of_stage = [case for case in port_cases(config) if case.stage == stage]
     port.left_out = {case.name: "later" for case in of_stage}
@@ -127,7 +127,7 @@ def test_written_golden_vectors_have_no_coverage_gaps(truth):
     assert list(gaps(directory, directory, directory.cases)) == []
 
 
-def test_gaps_of_inputs_are_named(truth):
+def test_gaps_in_the_inputs_are_reported(truth):
     directory = vectors.read(truth)
     changes = {
         "are equal in every case": lambda ids: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), axis=0),
@@ -144,7 +144,7 @@ def replace_inputs(case, change):
     return replace(case, inputs={name: change(ids) for name, ids in case.inputs.items()})
 
 
-def test_results_omitted_by_b_are_reported(truth, copy, capsys):
+def test_results_missing_from_b_are_reported(truth, copy, capsys):
     case = {"case": "gradients/*", "tensors": ["of *", "at *"], "reason": "loss only"}
     for name in (one.name for one in vectors.read(copy).cases if one.stage == "gradients"):
         edit(copy, name, "float64", lambda tensors: [tensors.pop(tap) for tap in list(tensors) if tap != "loss"])

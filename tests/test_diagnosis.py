@@ -110,7 +110,7 @@ def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, wh
     assert (found.confidence, found.candidates) == (EXACT, (name,))
 
 
-def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
+def test_embedding_factor_is_measured_separately_from_the_positions():
     case = next(case for case in CASES if case.name == "full/padded")
     tap = "target_embedding.output"
     truth = shown(TRUTH, case)
@@ -121,7 +121,7 @@ def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
     assert "sqrt(d_model / d_k)" in found.sentence
 
 
-def test_positions_in_float32_are_evidence():
+def test_float32_positional_encodings_are_diagnosed():
     case = next(case for case in CASES if case.name == "full/padded")
     right, wrong = shown(TRUTH, case), dict(shown(TRUTH, case))
     tap = "source_embedding.output"
@@ -151,7 +151,7 @@ def test_bug_is_identified_despite_differences_at_unread_positions():
     assert (found.confidence, found.candidates) == (EXACT, (outside.name,))
 
 
-def test_place_is_found_although_unread_positions_seem_to_introduce_differences():
+def test_location_is_found_despite_differences_at_unread_positions():
     """Merging heads without a transpose mixes positions, so later blocks read values at padding."""
     case = next(case for case in CASES if case.name == "full/padded")
     parts = tuple(f"decoder.layers.{i}.cross_attention" for i in range(CONFIG.num_decoder_layers))

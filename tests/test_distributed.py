@@ -54,7 +54,7 @@ def run(bug):
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
-def test_a_bug_is_found_located_and_named(bug):
+def test_injected_bug_is_detected_located_and_identified(bug):
     seen, right, found = run(bug)
     first = next(finding for finding in found if finding.verdict != AGREES)
     assert first.tap.startswith(bug.at)
@@ -93,7 +93,7 @@ IN_PORTS = [
 
 
 @pytest.mark.parametrize(("name", "bug"), IN_PORTS)
-def test_a_bug_in_a_port_is_found_located_and_named(two, name, bug):
+def test_bug_in_a_port_is_detected_located_and_identified(two, name, bug):
     _, plan, case = bug.case.split("/")
     run_of = replace(task(case, Plan.parse(plan)), edits=tuple(bug.edits[name]))
     if not bug.at:
@@ -118,7 +118,7 @@ def test_explicit_gradient_sums_are_correct_without_an_injected_bug(two):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_right_run_raises_no_alarm(plan):
+def test_correct_run_raises_no_alarm(plan):
     probe = probes()["short"]
     seen = train(reference_numpy, TrainingTask(probe, plan))
     found = findings("numpy", DeviceRun(probe, plan), [seen], expected("short"))
@@ -127,7 +127,7 @@ def test_a_right_run_raises_no_alarm(plan):
 
 
 @pytest.mark.parametrize("name", rounded())
-def test_below_float64_rounding_agrees_and_half_a_gradient_does_not(name):
+def test_float64_rounding_errors_agree_and_a_halved_gradient_does_not(name):
     """NumPy has no mixed precision, so the test rounds its float32 gradients."""
     probe, plan = rounded()[name], Plan(data=2)
     float32 = replace(probe, settings=probe.exact.settings)
@@ -226,7 +226,7 @@ def test_interpreter_that_cannot_be_started_is_reported_once(capsys):
     assert " ".join(capsys.readouterr().out.split()).count(said) == 1
 
 
-def test_the_command(monkeypatch, capsys, tmp_path):
+def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
     as_numpy = partial(processes.group, "numpy")
     monkeypatch.setattr(
         "transformer_parity.transformer.distributed.check.group",
@@ -279,7 +279,7 @@ def test_listing_cases_does_not_start_training(monkeypatch):
 
 
 @pytest.mark.extended("plans")
-def test_every_framework_agrees_on_its_plans(backend):
+def test_every_framework_agrees_on_all_of_its_plans(backend):
     found = steps(backend.name)
     assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}
 
@@ -292,7 +292,7 @@ def test_every_framework_agrees_on_its_plans(backend):
         pytest.param("tf", ["data=2"], marks=pytest.mark.only("tf")),
     ],
 )
-def test_several_processes_of_a_framework_agree(name, plans):
+def test_multiple_processes_of_a_framework_agree(name, plans):
     """Each JAX process has two devices."""
     found = steps(name, *plans, count=2)
     assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}

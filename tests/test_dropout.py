@@ -383,7 +383,7 @@ def test_each_site_matches_the_dropout_config(backend, place):
     check_sites(backend, *place)
 
 
-def test_masks_have_the_right_scale_and_share_and_are_unrelated(backend):
+def test_masks_have_the_expected_scale_and_rate_and_are_independent(backend):
     check_masks(backend)
 
 
@@ -395,7 +395,7 @@ def test_dropout_depends_only_on_seed_and_step(backend):
     check_seed(backend)
 
 
-def test_micro_batches_of_a_batch_are_unrelated(backend):
+def test_micro_batches_have_independent_dropout_masks(backend):
     check_micro_batches(backend)
 
 
@@ -403,7 +403,7 @@ def test_both_kinds_of_dropout_are_identical_without_a_mesh(backend):
     check_one_device(backend)
 
 
-def test_random_state_of_the_caller_is_unchanged(backend):
+def test_training_does_not_change_the_random_state_of_the_caller(backend):
     check_callers_numbers(backend)
 
 
@@ -413,7 +413,7 @@ def test_mixed_precision_keeps_weights_and_moments_in_float32(port):
 
 
 @pytest.mark.only("torch")
-def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend, monkeypatch):
+def test_fused_attention_drops_the_same_fraction_of_weights(backend, monkeypatch):
     """Without taps, PyTorch's kernel applies its own dropout. One-hot values reveal its masks."""
     import torch
     import torch.nn.functional as F  # noqa: N812  the usual name
@@ -438,7 +438,7 @@ def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend, m
         assert_unrelated(along, rate, factor, np.roll(factor, 1, axis))
 
 
-def test_sites_of_the_presets():
+def test_presets_apply_dropout_at_the_listed_sites():
     """The paper applies dropout to embeddings and residuals; this test lists the presets with other sites."""
     everywhere, paper = {*SITES}, {"embedding", "residual"}
     others = {

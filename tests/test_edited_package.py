@@ -61,7 +61,7 @@ def output(port, dtype="float64", taps=False, case="full/padded"):
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_every_old_text_stands_there_once(name):
+def test_edited_text_occurs_exactly_once(name):
     directory = Path(__file__).parent.parent / PORTS[name].package
     sources = {file.stem: file.read_text("utf-8") for file in directory.glob("*.py")}
     seen = 0
@@ -130,7 +130,7 @@ def test_injected_bugs_are_isolated_from_the_original_and_each_other(ours):
 
 
 @pytest.mark.parametrize("ours", PACKAGES)
-def test_the_source_of_a_copy_is_found(ours):
+def test_edited_source_is_used_by_inspect_and_tracebacks(ours):
     for bug, scale in ((UNSCALED, "/ 1.0"), (SQUARED, "/ d_k")):
         package = edited_package(ours.package, of(bug, ours.name))
         source = inspect.getsource(package.scaled_dot_product_attention)
@@ -155,7 +155,7 @@ CONDITION = """    d_k = query.shape[-1]
 
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
+def test_tensorflow_compiles_the_edited_source_of_each_copy(jit_compile):
     import tensorflow as tf
 
     rng = np.random.default_rng(0)
@@ -180,7 +180,7 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
         pytest.param("float64", 1e-13, marks=pytest.mark.extended("edited packages")),
     ],  # the measured errors are 3.5e-6 and 2e-14
 )
-def test_tensorflow_compiles_each_copy_of_a_model(dtype, most):
+def test_tensorflow_compiles_each_copy_of_a_model_separately(dtype, most):
     """XLA compiles the float32 model."""
     found = [output(injected(bug, "tf"), dtype) for bug in (UNSCALED, SQUARED)]
     for actual, bug in zip(found, (UNSCALED, SQUARED), strict=True):
@@ -204,7 +204,7 @@ def test_copy_is_saved_under_a_separate_name():
 
 
 @pytest.mark.only("torch")
-def test_torch_compiles_each_copy():
+def test_torch_compiles_each_copy_separately():
     import torch
 
     rng = np.random.default_rng(0)

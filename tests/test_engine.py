@@ -46,20 +46,20 @@ def verdict(findings: list[Finding], dtype: str = "float64") -> Verdict:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_model_agrees_with_itself(dtype):
+def test_model_agrees_with_itself(dtype):
     found = compare(run(dtype), dtype)
     assert [finding.tap for finding in found] == [*BLOCKS, OUTPUT]
     assert {finding.verdict for finding in found} == {AGREES}
     assert (verdict(found, dtype).word, verdict(found, dtype).exit_code) == ("AGREE", 0)
 
 
-def test_a_wrong_factor_diverges_in_float64():
+def test_wrong_factor_diverges_in_float64():
     found = compare(run(wrong={"body.layers.0.mix": 1.0 + 1e-9}))
     assert next(finding.tap for finding in found if finding.verdict == DIVERGES) == "body.layers.0.mix"
     assert verdict(found).word == "DIVERGE"
 
 
-def test_float32_is_measured_by_the_error_of_the_baseline():
+def test_float32_tolerance_is_relative_to_the_baseline_error():
     found = compare(run("float32", {"head": 1.0 + 1e-5}), "float32")
     assert {finding.tap for finding in found if finding.verdict == IMPRECISE} == {"head", OUTPUT}
     assert verdict(found, "float32").verdict == FAILED  # distinguishing a bug from rounding requires float64
@@ -106,7 +106,7 @@ def test_blame_identifies_the_blocks_that_introduce_a_difference(replays):
     assert inherited == ["body.layers.1.mix", OUTPUT]
 
 
-def test_the_result_has_the_keys_of_every_command():
+def test_engine_result_has_the_keys_common_to_all_commands():
     found = compare(run(wrong={"head": 1.1}))
     result = compared(found, verdict(found))
     assert (result["comparisons"], result["skipped"], result["missing"]) == (5, 0, ())

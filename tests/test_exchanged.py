@@ -70,7 +70,7 @@ def test_exchanged_gradients_are_recognized(changes: dict[str, ndarray], words: 
     assert said(changes) == words
 
 
-def test_zeros_and_noise_show_no_dtype() -> None:
+def test_zeros_and_noise_are_not_taken_for_float32_values() -> None:
     """Zeros and this noise can also be represented exactly in float32."""
     wanted = RNG.normal(size=16)
     noise = (1e-18 * RNG.normal(size=16)).astype(np.float32).astype(np.float64)
@@ -95,7 +95,7 @@ class Swaps(Port):
         return {**weights, **dict(zip(self.names, (weights[name] for name in reversed(self.names)), strict=True))}
 
 
-def test_the_report_names_exchanged_exports() -> None:
+def test_report_names_exchanged_exported_weights() -> None:
     port, kept = PluginPort(f"{__name__}:Swaps"), {}
     cases = model_cases(port_config(port))[:1]
     findings = list(compare(cases, port, Placements(("float64",)), kept=kept))

@@ -111,7 +111,7 @@ def decoded(text: str) -> dict[tuple[str, str], np.ndarray]:
         *(pytest.param(name, marks=[pytest.mark.only(name), pytest.mark.extended("pages")]) for name in ("jax", "tf")),
     ],
 )
-def test_the_page_shows_the_recorded_taps(name):
+def test_explore_page_contains_the_recorded_taps(name):
     recording = recorded(name, "scores not scaled", "float32")
     values = decoded(page(shown(recording), []))
     row, rng = recording.sentence, np.random.default_rng(0)
@@ -199,7 +199,7 @@ def test_first_tap_over_tolerance_matches_blame(name, bug):
 @pytest.mark.parametrize(
     ("bug", "inputs"), [("scores not scaled", ("query", "key")), ("softmax over the queries", ("scores",))]
 )
-def test_the_inputs_of_the_first_wrong_tap_are_found(bug, inputs):
+def test_inputs_of_the_first_wrong_tap_are_found(bug, inputs):
     recording = recorded("numpy", bug)
     ((name, feeds),) = recording.feeds.items()
     assert feeds == tuple(f"{name.rpartition('.')[0]}.{tap}" for tap in inputs)
@@ -240,7 +240,7 @@ def of_sizes(config: TransformerConfig, source: int, target: int, guilty: str) -
     return Recording("float32", expected, ports, {guilty: ()}), tokens
 
 
-def test_a_base_model_with_four_ports_fits_into_three_megabytes():
+def test_page_of_a_base_model_with_four_ports_is_below_three_megabytes():
     config = TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=2500, tie_embeddings="none")
     recording, tokens = of_sizes(config, 20, 20, "logits")
     found = view(recording, "base", tokens)
@@ -295,7 +295,7 @@ def test_ladder_lists_every_error_without_javascript():
     assert "introduced" in said["class"]
 
 
-def test_the_scale_is_logarithmic():
+def test_error_scale_is_logarithmic():
     scale = Scale(-8, 0)
     assert [scale(value) for value in (0.0, 1e-8, 1e-4, 1.0, "inf", "nan")] == [0.0, 4.0, 50.0, 96.0, 100.0, 100.0]
 
@@ -308,7 +308,7 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("behind", ["page", "panel"])
-def test_colors_have_contrast(scheme, behind):
+def test_page_colors_have_sufficient_contrast(scheme, behind):
     """WCAG 2.2 AA requires a contrast of 4.5 to 1 for text and 3 to 1 for marks."""
 
     def contrast(name):
@@ -357,7 +357,7 @@ FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; bord
 @pytest.mark.parametrize(
     "screen", first_alone([(1280, "dark"), (400, "light"), (400, "dark"), (1280, "light")], "pages"), ids=str
 )
-def test_the_page_in_a_browser(browser, tmp_path, screen):
+def test_explore_page_works_in_a_browser(browser, tmp_path, screen):
     """The page works by keyboard, at both widths, light and dark, without overflow, network requests, or errors."""
     width, scheme = screen
     recording = recorded("numpy", "scores not scaled", "float32")
@@ -403,7 +403,7 @@ def explore(*arguments, out: Path) -> int:
     return exit_code("explore", *arguments, "--out", out)
 
 
-def test_the_shipped_model_is_explored_without_a_file(tmp_path, capsys):
+def test_explore_uses_the_shipped_model_by_default(tmp_path, capsys):
     out = tmp_path / "page.html"
     assert explore("Freitag, 3. Mai 2024", "--backends", "numpy", out=out) == 0
     said = capsys.readouterr().out
@@ -486,7 +486,7 @@ def test_missing_output_directory_is_rejected_before_exploring(tmp_path, capsys)
     assert "there is no directory" in capsys.readouterr().err
 
 
-def test_the_shipped_model_reads_dates():
+def test_shipped_model_is_small_and_encodes_dates():
     trained = read_trained(SHIPPED)
     assert SHIPPED.stat().st_size < LIMIT
     assert trained.config.num_encoder_layers == 2

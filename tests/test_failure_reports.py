@@ -105,7 +105,7 @@ def test_stages_that_differ_only_in_exported_weights_are_not_listed():
     assert console.file.getvalue().strip() == said
 
 
-def test_a_wrong_option_prints_the_usage_of_its_command(capsys):
+def test_invalid_option_prints_the_usage_of_the_command(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["golden", "--out", "x", "--stages", "decode"])
     assert ended.value.code == 3

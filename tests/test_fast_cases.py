@@ -70,7 +70,7 @@ def injected(case, bugs):
         *injected("decode/paper_base_beam", WITHOUT_THE_REST_OF_FEW),
     ],
 )
-def test_a_bug_in_fast_code_is_caught(name, case, edit):
+def test_bug_in_fast_code_is_detected(name, case, edit):
     port, setting = PORTS[name], Placements(("float64",))
     assert {finding.verdict for finding in compare([CASES[case]], port, setting)} == {AGREES}
     wrong = replace(port, package=edited_package(port.package, (("fast", *edit),)).__name__)
@@ -92,7 +92,7 @@ def test_a_bug_in_fast_code_is_caught(name, case, edit):
     ],
     ids=str,
 )
-def test_each_rule_of_a_greedy_search_decides_something(changed):
+def test_each_greedy_search_rule_changes_the_result(changed):
     case = CASES["decode/other_decoder_greedy"]
     assert case.options.beam_size is None
     options = {name: value for name, value in changed.items() if name in ("min_length", "start_id")}
@@ -101,7 +101,7 @@ def test_each_rule_of_a_greedy_search_decides_something(changed):
 
 
 @pytest.mark.parametrize("changed", [{"min_length": 1}, {"start_id": None}], ids=str)
-def test_shortest_length_and_start_symbol_of_a_beam_search_decide_something(changed):
+def test_min_length_and_start_token_change_the_beam_search_result(changed):
     case = CASES["decode/other_decoder_beam"]
     assert_decides(case, replace(case.options, **changed))
 

@@ -37,7 +37,7 @@ inner = onednn.for_few_rows
     [("float32", 1, True), ("float32", 2**20, False), ("float64", 1, False)],
     ids=["oneDNN's layout", "[in, out]", "float64"],
 )
-def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, seen, monkeypatch):
+def test_search_with_packed_weights_matches_the_reference(weights, beam_size, dtype, large, packed, seen, monkeypatch):
     monkeypatch.setattr(onednn, "LARGE_WEIGHT", large)
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     model = transformer_torch.Transformer.from_weights(work.config, weights, dtype, precision="highest")
@@ -88,7 +88,7 @@ def test_bfloat16_weights_are_packed_only_if_onednn_supports_them(weights, takes
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-2)
 
 
-def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch):
+def test_weights_are_not_packed_under_autocast_or_for_many_rows(weights, seen, monkeypatch):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights)
     with torch.autocast("cpu", torch.bfloat16):
         transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)

@@ -86,7 +86,7 @@ def tensor_at(content, position):
     return name
 
 
-def test_bytes_depend_on_content_only(path, config):
+def test_file_bytes_depend_only_on_the_content(path, config):
     weights = random_weights(config, dtype="float64")
     save_weights(path, config, weights)
     content = path.read_bytes()
@@ -96,7 +96,7 @@ def test_bytes_depend_on_content_only(path, config):
 
 
 @pytest.mark.parametrize("storage", [None, "float64", "float32", "float16", "bfloat16"])
-def test_storage_dtype(path, config, storage):
+def test_weights_are_stored_in_the_given_dtype(path, config, storage):
     weights = random_weights(config, dtype="float64")
     save_weights(path, config, weights, dtype=storage)
     loaded_config, loaded = load_weights(path)
@@ -107,7 +107,7 @@ def test_storage_dtype(path, config, storage):
         save_weights(path, config, weights, dtype="int8")
 
 
-def test_overflow_of_storage_is_refused(path, config, saved):
+def test_overflow_in_the_storage_dtype_is_rejected(path, config, saved):
     name = "encoder.layers.0.feed_forward.inner_proj.kernel"
     weights = {**random_weights(config), name: np.full((24, 40), -1e5)}
     with pytest.raises(ValueError, match=rf"^{name} overflows float16: its largest magnitude is 100000\.0$"):
@@ -121,7 +121,7 @@ def test_swapped_save_weights_arguments_raise_type_error(tmp_path, config):
 
 
 @pytest.mark.parametrize("target", ["nowhere/model.safetensors", "."])
-def test_impossible_place(tmp_path, config, target):
+def test_unwritable_path_raises_os_error(tmp_path, config, target):
     with pytest.raises(OSError):  # noqa: PT011  the message depends on the operating system
         save_weights(tmp_path / target, config, random_weights(config, dtype="float64"))
     with pytest.raises(OSError, match=r"^there is no weight file |is a directory, not a weight file"):
@@ -133,7 +133,7 @@ def refused(path, reason=""):
         load_weights(path)
 
 
-def test_truncated(path, saved):
+def test_truncated_file_is_rejected(path, saved):
     end = header_size(saved)
     lengths = {*range(0, 20), *range(0, len(saved), len(saved) // 60), end - 1, end, end + 1, len(saved) - 1}
     for length in lengths:
@@ -217,14 +217,14 @@ BAD_CHECKSUMS = {
 
 
 @pytest.mark.parametrize("case", BAD_CHECKSUMS)
-def test_bad_checksums(path, config, saved, case):
+def test_invalid_checksums_are_rejected(path, config, saved, case):
     changes, reason = BAD_CHECKSUMS[case]
     path.write_bytes(with_description(saved, json.dumps({"config": config.to_dict(), **changes})))
     refused(path, f".*{reason}")
 
 
 @pytest.mark.parametrize("case", [*BAD_DESCRIPTIONS, *(f"config: {case}" for case in BAD_CONFIGS)])
-def test_bad_description(path, config, saved, case):
+def test_invalid_description_is_rejected(path, config, saved, case):
     if case in BAD_DESCRIPTIONS:
         description = BAD_DESCRIPTIONS[case]
     else:
@@ -236,7 +236,7 @@ def test_bad_description(path, config, saved, case):
         refused(path)
 
 
-def test_bad_tensors(path, config):
+def test_invalid_tensors_are_rejected(path, config):
     """The file itself is valid, but its weights don't match its config."""
     weights = random_weights(config)
     name = "decoder.layers.0.cross_attention.key_proj.kernel"
@@ -252,7 +252,7 @@ def test_bad_tensors(path, config):
         refused(path, "(?!.* is damaged)")
 
 
-def test_flipped_bits_of_the_header(path, config, saved):
+def test_flipped_bits_in_the_header_are_rejected_or_harmless(path, config, saved):
     """Damage is rejected, unless it only changes whitespace or turns a config value into another legal value."""
     rng = np.random.default_rng(0)
     _, weights = load_weights(path)
@@ -271,7 +271,7 @@ def test_flipped_bits_of_the_header(path, config, saved):
     assert refusals > 390
 
 
-def test_flipped_bits_of_tensors_are_noticed(path, config):
+def test_flipped_bits_in_tensors_are_detected(path, config):
     """Each of 40 flipped bits is detected, and the message names the tensor.
 
     Checking for NaN wouldn't be enough, because nearly all of the damaged values are still valid numbers.
@@ -284,7 +284,7 @@ def test_flipped_bits_of_tensors_are_noticed(path, config):
         refused(path, f"{re.escape(tensor_at(saved, position))} is damaged: its SHA-256 must be [0-9a-f]{{64}}: got ")
 
 
-def test_checksum_is_of_name_dtype_shape_and_bytes(path, config, saved):
+def test_checksum_covers_name_dtype_shape_and_bytes(path, config, saved):
     """A program in any language can compute the checksum in this way."""
     description = json.loads(header(saved)["__metadata__"]["transformer-parity"])
     assert description["version"] == 2
@@ -363,7 +363,7 @@ def test_file_without_vocabulary_files_or_notes_keeps_the_old_format(path, confi
     assert load_notes(path) == {}
 
 
-def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
+def test_flipped_bits_in_notes_and_vocabularies_are_detected(path, config):
     save_weights(path, config, random_weights(config), vocabulary=FILES, notes=NOTES)
     saved = path.read_bytes()
     for part in (b"banned_ids", b"CC-BY", b"factor", b"[7]"):

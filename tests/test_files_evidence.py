@@ -106,18 +106,18 @@ def from_bug(name, keep=lambda tap: True, *parts):
     return lambda case: {tap: x for tap, x in with_bug(name, case, *parts).items() if keep(tap)}
 
 
-def test_loss_in_bits_is_named_next_to_right_gradients():
+def test_loss_in_bits_is_identified_despite_correct_gradients():
     (report,) = reports(in_gradients(from_bug("a loss in bits", lambda tap: tap == "loss")))
     assert (report.diagnosis.confidence, report.diagnosis.candidates) == (EXACT, ("a loss in bits",))
     assert report.diagnosis.sentence.endswith("; only the loss differs, and its gradient is correct")
 
 
-def test_kullback_leibler_divergence_is_named():
+def test_kullback_leibler_divergence_is_identified():
     (report,) = reports(in_gradients(from_bug(KULLBACK_LEIBLER)))
     assert report.diagnosis.candidates[0] == KULLBACK_LEIBLER
 
 
-def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
+def test_gradient_without_smoothing_is_identified_despite_a_correct_loss():
     (report,) = reports(in_gradients(from_bug("label smoothing missing", lambda tap: tap != "loss")))
     assert report.diagnosis.confidence == EXACT
     assert "label smoothing" in report.diagnosis.candidates[0]
@@ -138,7 +138,7 @@ def test_bug_in_one_backward_pass_is_identified_with_its_location(name, part):
     assert (report.diagnosis.confidence, report.diagnosis.candidates) == (EXACT, (f"{name}, in {part} only",))
 
 
-def test_places_of_gradients_read_well():
+def test_wrong_gradient_positions_are_described_in_words():
     def change(case):
         wrong = observed(TRUTH, case)["at logits"].copy()
         wrong[:, 0] *= 3.0
@@ -162,7 +162,7 @@ def test_patterns_and_factors_of_gradients_are_described():
     assert f"1 / {n}, as if averaged over {n} sentences" in said(report)
 
 
-def test_remedy_of_a_convention_names_the_files():
+def test_advice_for_a_convention_names_the_files():
     files = {name: with_bug("layer_norm_epsilon=1e-05", CASES[name]) for name in NAMES if "full" in name}
     (report,) = reports(files)
     remedy = report.diagnosis.signatures[0]
@@ -173,7 +173,7 @@ def test_remedy_of_a_convention_names_the_files():
     assert "declare it in the port" not in remedy
 
 
-def test_files_of_float32_numbers_are_recognized():
+def test_float64_files_with_float32_precision_are_recognized():
     files = {
         name: {tap: x.astype(np.float32).astype(np.float64) for tap, x in observed(TRUTH, CASES[name]).items()}
         for name in NAMES
@@ -195,7 +195,7 @@ def test_steps_with_wrong_gradients_are_not_diagnosed():
     assert console.file.getvalue().strip() == said
 
 
-def test_only_gradients_are_called_fine_next_to_a_wrong_loss():
+def test_report_states_that_only_the_loss_differs():
     (report,) = reports(in_gradients(lambda case: {"loss": observed(TRUTH, case)["loss"] * 1.5}))
     console = Console(file=io.StringIO(), width=200)
     print_failure_report(console, report)
@@ -216,7 +216,7 @@ def test_dropout_is_recognized_by_scaled_and_zeroed_values():
     assert "vectors are 1.11111 = 1 / (1 - 0.1) times the correct ones, and the others are not" in found
 
 
-def test_tokens_between_steps_are_compared_in_words():
+def test_different_tokens_between_steps_are_described_in_words():
     case, truth = CASES["steps/port"], observed(TRUTH, CASES["steps/port"])
     name = next(tap for tap in truth if tap.endswith(" tokens"))
     wrong = {**truth, name: truth[name].copy()}
@@ -256,7 +256,7 @@ def test_agreeing_cases_do_not_refute_a_bug_in_differing_cases():
         ),
     ],
 )
-def test_bug_of_the_forward_pass_is_named_with_its_place(name, parts, words):
+def test_forward_bug_is_identified_with_its_location(name, parts, words):
     files = {case: with_bug(name, CASES[case], *parts) for case in NAMES if "full" in case}
     (report,) = reports(files)
     assert report.diagnosis.confidence == EXACT
@@ -267,7 +267,7 @@ def test_bug_of_the_forward_pass_is_named_with_its_place(name, parts, words):
     ("name", "is_beam", "keep"),
     [("starts with EOS", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
 )
-def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
+def test_search_bug_is_identified_from_tokens_and_scores_in_files(name, is_beam, keep):
     """Files contain tokens of any length, whereas candidates are compared with tokens in a fixed shape."""
     cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and bool(case.options.beam_size) == is_beam]
     known = next(one for one in candidates(CONFIG, DECODE) if one.name == name)
@@ -287,7 +287,7 @@ def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
 
 
 @pytest.mark.parametrize("base", [1000.0, 500000.0])
-def test_base_of_wavelengths_is_measured(base):
+def test_base_of_the_wavelengths_is_measured(base):
     edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
     files = {}
     for name in ("full/padded", "full/one_token"):

@@ -169,7 +169,7 @@ def _stop():
     raise RuntimeError("far enough")
 
 
-def test_a_weight_file_is_described(capsys):
+def test_weight_file_is_described_by_info(capsys):
     code, out, err = parity(capsys, "info", SHIPPED)
     assert (code, err) == (0, "")
     words = " ".join(out.split())
@@ -201,7 +201,7 @@ def test_info_shows_the_origin_of_an_imported_model(capsys, tmp_path):
     assert json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["result"]["origin"] == origin.to_dict()
 
 
-def test_the_nearest_preset_is_named(capsys, tmp_path):
+def test_info_shows_the_closest_preset(capsys, tmp_path):
     sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 2, "d_ff": 8}
     for preset in ("marian", "fairseq", "paper_big"):
         config = ref.TransformerConfig.preset(preset, **{**sizes, "d_k": 4, "d_v": 4})

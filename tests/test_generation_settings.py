@@ -72,7 +72,7 @@ SETTINGS = {  # settings of generate, and the search options and rules that they
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_settings_of_generate_are_a_search(name):
+def test_generate_settings_are_converted_to_a_search(name):
     fields, options, rules = SETTINGS[name]
     found, notes = read_search(fields, CONFIG)
     assert notes == []
@@ -90,7 +90,7 @@ def test_num_hypotheses_is_limited_by_num_beams(beams):
     assert (found.beam_size or 1, found.num_hypotheses) == (beams, 1)
 
 
-def test_settings_without_a_place_are_named():
+def test_settings_that_cannot_be_converted_are_reported():
     _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
     assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
     _, notes = write_search(Search(4), CONFIG)

@@ -169,7 +169,9 @@ def put(name, make):
         ("decode/port_beam", "float64", "tokens", put("tokens", lambda x: x[:, :, :-1].copy()), 1, "sentence"),
     ],
 )
-def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says):
+def test_changed_tensor_is_named_in_the_report(
+    truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says
+):
     monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no known bug explains it
     edit(copy, case, dtype, change)
     result = tmp_path / "result.json"
@@ -357,7 +359,7 @@ def test_invalid_search_options_never_agree(truth, copy, tmp_path, capsys, optio
     assert "AGREE " not in capsys.readouterr().out
 
 
-def test_a_left_out_of_nearly_everything_is_incomplete(truth, copy, tmp_path, capsys):
+def test_omitting_nearly_everything_is_incomplete(truth, copy, tmp_path, capsys):
     def without_taps(tensors):
         for name in [name for name in tensors if name != "output"]:
             del tensors[name]
@@ -392,7 +394,7 @@ def test_left_out_entry_covers_only_matching_cases():
     assert not LeftOut("full/*", "why").covers("gradients/padded", "float64")
 
 
-def test_a_search_in_float32_is_compared_with_the_reference(truth, copy, capsys):
+def test_float32_search_is_compared_with_the_reference(truth, copy, capsys):
     def add(manifest):
         outputs = next(case for case in manifest["cases"] if case["name"] == GREEDY)["outputs"]
         outputs["float32"] = {**outputs["float64"], "file": "decode/port_greedy/float32.safetensors"}

@@ -59,7 +59,7 @@ def test_copied_tensors_are_detected_next_to_a_computed_tensor(truth, nth):
             assert {*found} - {own} == truth.tensors(case, "float64").keys() - {own}
 
 
-def test_half_of_the_tensors_are_found(truth):
+def test_copies_are_detected_if_half_of_the_tensors_are_copied(truth):
     truth = vectors.read(truth)
     for case in (case for case in truth.cases if case.stage != "decode"):
         copies = list(truth.tensors(case, "float64"))[::2]
@@ -77,7 +77,7 @@ def held(directory):
     return directory.tensors(next(case for case in directory.cases if case.name == PADDED), "float64")
 
 
-def test_a_copy_with_a_few_own_numbers_is_found(truth, copy):
+def test_copy_with_a_few_changed_numbers_is_detected(truth, copy):
     own = vectors.read(truth)
     copied = held(own)[OUTPUT].copy()
     copied[0, 0] *= 1.0 + 1e-14
@@ -85,7 +85,7 @@ def test_a_copy_with_a_few_own_numbers_is_found(truth, copy):
     assert find_copies(own, vectors.read(copy), own.cases) == {(PADDED, "float64"): [OUTPUT]}
 
 
-def test_copied_scores_of_all_searches_are_found(truth, copy):
+def test_copied_scores_of_all_searches_are_detected(truth, copy):
     own = vectors.read(truth)
     for case in (case for case in own.cases if case.stage == "decode"):
         edit(copy, case.name, "float64", lambda mine, case=case: mine.update(own.tensors(case, "float64")))
@@ -93,7 +93,7 @@ def test_copied_scores_of_all_searches_are_found(truth, copy):
     assert found[GREEDY, "float64"] == ["tokens", "scores"]
 
 
-def test_copies_are_not_compared_and_own_tensors_are(truth, copy):
+def test_only_tensors_that_are_not_copies_are_compared(truth, copy):
     own = vectors.read(truth)
     edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: held(own)[OUTPUT], "logits": 2 * mine["logits"]}))
     findings = [one for one in findings_of(truth, copy) if (one.case, one.dtype) == (PADDED, "float64")]

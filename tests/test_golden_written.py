@@ -65,7 +65,7 @@ def test_golden_vectors_in_a_single_dtype_can_be_compared(truth, copy, tmp_path,
 
 
 @pytest.mark.extended("golden vectors")
-def test_several_presets(tmp_path, capsys):
+def test_golden_writes_and_compares_multiple_presets(tmp_path, capsys):
     out = tmp_path / "both"
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
     assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
@@ -93,7 +93,7 @@ def test_several_presets(tmp_path, capsys):
     assert sorted(vectors.find(out)) == [""]
 
 
-def test_a_port_of_your_own(tmp_path, capsys):
+def test_golden_vectors_of_a_user_port_can_be_compared(tmp_path, capsys):
     right, mine = tmp_path / "right", tmp_path / "mine"
     assert main(["golden", "--for", "golden_vectors:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "golden_vectors:Forward", "--out", str(mine)]) == 0
@@ -109,7 +109,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert compare(right, mine, "--stage", "activations") == 0
 
 
-def test_a_port_with_every_ability(truth, tmp_path, capsys):
+def test_golden_vectors_of_a_port_with_all_methods_can_be_compared(truth, tmp_path, capsys):
     mine = tmp_path / "mine"
     assert main(["golden", "--port", "golden_vectors:Full", "--out", str(mine)]) == 0
     findings = findings_of(truth, mine)
@@ -161,7 +161,7 @@ def test_interrupted_golden_command_keeps_the_old_directory(truth, tmp_path, mon
     assert vectors.read(old).cases
 
 
-def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, capsys):
+def test_only_golden_vectors_are_overwritten_and_only_if_requested(copy, tmp_path, capsys):
     write = ["golden", "--dtype", "float64", "--out"]
     assert main([*write, str(copy)]) == 3
     assert "already contains golden vectors: use --force to replace them" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_documented_writer_produces_comparable_golden_vectors(truth, tmp_path, m
     assert "AGREE  1 port, 15 cases," in printed
 
 
-def test_the_document_names_every_entry_and_the_tolerances(truth):
+def test_documentation_lists_every_entry_and_tolerance(truth):
     text = "\n".join(page.read_text("utf-8") for page in (DOCUMENT, REFERENCE / "golden-values.md"))
     manifest = manifest_of(truth)
     tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))

@@ -35,7 +35,7 @@ def compared(dtypes):
 
 
 @pytest.mark.only("torch")
-def test_the_example_agrees(module):
+def test_example_agrees_with_the_reference(module):
     findings, _ = compared(("float64", "float32"))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     shown = {finding.tap for finding in findings if finding.verdict == AGREES}

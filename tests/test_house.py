@@ -63,7 +63,7 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def test_every_directory_has_its_place_in_the_order():
+def test_every_directory_belongs_to_a_layer():
     def directories(directory: Path) -> set[str]:
         return {path.name for path in directory.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
@@ -74,7 +74,7 @@ def test_every_directory_has_its_place_in_the_order():
     assert [path.name for room in ("transformer", "apps") for path in (PACKAGE / room).glob("[!_]*.py")] == []
 
 
-def test_imports_run_downwards():
+def test_imports_point_only_to_lower_layers():
     graph = imports(PACKAGE, types=False)
     graph = {name: others for name, others in graph.items() if ".templates." not in name}  # users copy the templates
     assert f"{PARITY}.engine.system.errors" in graph[f"{PARITY}.cli.main"]
@@ -92,7 +92,7 @@ def test_top_level_modules_contain_only_imports():
         assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body)
 
 
-def test_an_upward_import_is_found():
+def test_import_from_a_higher_layer_is_detected():
     graph = {
         "p.engine.system.files": {"p.engine.processes.child", "p.transformer.ports.user", "p"},
         "p.transformer.cases.case": {"p.transformer.ports.user", "p.transformer.check.selection", "p.engine.style"},

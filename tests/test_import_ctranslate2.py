@@ -146,7 +146,7 @@ def test_unsupported_models_are_rejected(change, message, tmp_path):
         read(tmp_path)
 
 
-def test_vocabularies_are_checked(tmp_path):
+def test_invalid_ctranslate2_vocabularies_are_rejected(tmp_path):
     ctranslate2.write(build(), tmp_path)
     (tmp_path / "target_vocabulary.json").write_text('["a", "b"]')
     with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
@@ -184,7 +184,7 @@ def test_sinusoids_match_ctranslate2(tmp_path):
     assert np.abs(scores() - written).max() <= 2e-5
 
 
-def test_half_precision(tmp_path):
+def test_float16_weights_are_imported_exactly(tmp_path):
     model = build(preset="marian_cpp", start="zeros")
     half = {name: array.astype(np.float16) for name, array in model.weights.items()}
     ctranslate2.write(replace(model, weights=half), tmp_path)

@@ -184,7 +184,7 @@ def old_names(state):
 
 @pytest.mark.parametrize("form", first_alone(["args", "cfg", "cfg with a namespace"], "formats"))
 @pytest.mark.parametrize("legacy", [False, True])
-def test_every_age_of_a_file_reads_the_same(form, legacy, tmp_path):
+def test_old_and_new_file_formats_give_the_same_model(form, legacy, tmp_path):
     _, state = randomized(fsmt)
     new = read(save(tmp_path / "new.pt", state, ARGS))
     old = read(save(tmp_path / "old.pt", old_names(state), ARGS, form, legacy))
@@ -203,7 +203,7 @@ def test_nested_options_equal_flat_options(tmp_path):
     assert imported.config == read(save(tmp_path / "model.pt", state, ARGS)).config
 
 
-def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
+def test_embedding_ties_follow_the_tensors_and_contradictions_are_noted(tmp_path):
     _, state = randomized(fsmt)
     state["decoder.output_projection.weight"] = state["decoder.embed_tokens.weight"]
     imported = read(save(tmp_path / "model.pt", state, {**ARGS, "share_all_embeddings": True}))
@@ -255,7 +255,7 @@ def test_unsupported_models_are_rejected_by_name(options, message, tmp_path):
         ),
     ],
 )
-def test_wrong_tensors_are_refused_by_their_own_names(edit, message, tmp_path):
+def test_invalid_tensors_are_rejected_with_names_from_the_file(edit, message, tmp_path):
     _, state = randomized(fsmt)
     edit(state)
     with pytest.raises(ValueError, match=message):
@@ -273,7 +273,7 @@ def test_invalid_fairseq_checkpoint_is_rejected(tmp_path):
         read(path)
 
 
-def test_the_dictionaries_number_lines(tmp_path):
+def test_fairseq_ids_follow_the_lines_of_the_dictionaries(tmp_path):
     _, state = randomized(fsmt)
     path = save(tmp_path / "model.pt", state, {**ARGS, "source_lang": "en", "target_lang": "de"})
     for name, size in (("dict.en.txt", V), ("dict.de.txt", V + 4)):

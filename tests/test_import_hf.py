@@ -120,7 +120,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("form", first_alone(FORMS[:8], "formats"), ids=str)
-def test_a_neighboring_convention_is_another_model(tmp_path, form):
+def test_neighboring_convention_gives_different_logits(tmp_path, form):
     model = saved(form, tmp_path / "model")
     imported = import_checkpoint(tmp_path / "model")
     config, (_, exact) = imported.config, theirs_of(model, imported.config)
@@ -180,7 +180,7 @@ def test_translations_match_transformers(tmp_path, form):
     assert found[-1].why == "4 of 4 translations of at most 20 tokens are identical"
 
 
-def test_a_vocabulary_travels_with_its_weights(tmp_path):
+def test_vocabulary_is_stored_with_the_weights(tmp_path):
     import transformers
 
     _, tokenizer, _ = test_vocabularies.marian(tmp_path / "model", vocabulary_files.train())
@@ -199,7 +199,7 @@ def test_a_vocabulary_travels_with_its_weights(tmp_path):
     assert back(vocabulary_files.LINES[0]).input_ids == tokenizer(vocabulary_files.LINES[0]).input_ids
 
 
-def test_a_directory_without_its_output_layer_and_without_a_bias(tmp_path):
+def test_missing_output_layer_and_bias_get_the_transformers_defaults(tmp_path):
     """facebook/bart-base is published like this."""
     model = saved(Form("bart"), tmp_path / "whole")
     model.model.float().save_pretrained(tmp_path / "bare")
@@ -211,7 +211,7 @@ def test_a_directory_without_its_output_layer_and_without_a_bias(tmp_path):
     assert not bare.weights["output_proj.bias"].any()
 
 
-def test_the_license_and_what_was_read_are_remembered(directory, tmp_path):
+def test_license_and_read_files_are_stored_in_the_origin(directory, tmp_path):
     (directory / "README.md").write_text("---\nlanguage: en\nlicense: cc-by-4.0\n---\nlicense: not this\n")
     found = import_checkpoint(directory)
     save(tmp_path / "ours.safetensors", found)
@@ -221,7 +221,7 @@ def test_the_license_and_what_was_read_are_remembered(directory, tmp_path):
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def test_the_command_imports_proves_and_checks(directory, tmp_path, capsys):
+def test_import_command_verifies_the_imported_model(directory, tmp_path, capsys):
     out = ["--out", str(tmp_path / "a.safetensors"), "--json", str(tmp_path / "a.json")]
     assert main(["import", str(directory), *out, "--backends", "numpy,torch", "--check"]) == 0
     said = capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_the_command_imports_proves_and_checks(directory, tmp_path, capsys):
     assert "No file was written. To convert the checkpoint, add --out FILE." in capsys.readouterr().out
 
 
-def test_a_wrong_import_is_found_out(directory, tmp_path, capsys, monkeypatch):
+def test_wrong_import_is_detected_by_the_check(directory, tmp_path, capsys, monkeypatch):
     import transformers
 
     # This is Marian's own epsilon, which transformers doesn't use.

@@ -147,7 +147,7 @@ def test_adapters_and_unused_options_are_rejected(directory):
         import_checkpoint(directory)
 
 
-def test_a_readme_of_empty_lines_takes_no_time(directory):
+def test_readme_with_many_empty_lines_is_read_quickly(directory):
     for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
         (directory / "README.md").write_text(text)
         start = time.process_time()

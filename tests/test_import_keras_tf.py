@@ -61,7 +61,7 @@ OPTIONS = [{}, {"normalize_first": True, "activation": "gelu", "layer_norm_epsil
 
 
 @pytest.mark.parametrize("options", first_alone(OPTIONS, "formats"), ids=["post", "pre"])
-def test_logits_are_keras(port, options, ids, tmp_path):
+def test_imported_logits_match_keras(port, options, ids, tmp_path):
     model = build(**options)
     model.save(tmp_path / "model.keras")
     model.save_weights(tmp_path / "model.weights.h5")

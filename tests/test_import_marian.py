@@ -125,7 +125,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_marians(save, name):
+def test_imported_logits_match_marian(save, name):
     path = save(VARIANTS[name])
     imported = read(path)
     theirs, found, logits, *_ = both(path, imported)
@@ -136,7 +136,7 @@ def test_logits_are_marians(save, name):
     assert imported.config.pad_id == imported.config.bos_id == max(OPTIONS["dim-vocabs"])
 
 
-def test_logits_match_the_transcription_that_proves_the_marian_preset(save):
+def test_imported_logits_match_the_transcription_of_marian(save):
     path = save()
     imported = read(path)
     theirs, _, _, source, target = both(path, imported)
@@ -151,7 +151,7 @@ def test_logits_match_the_transcription_that_proves_the_marian_preset(save):
     [{"position_timescale": "m"}, {"layer_norm_epsilon": 1e-5}, {"scale_embedding": False}, {"position_offset": 1}],
     ids=lambda change: next(iter(change)),
 )
-def test_neighboring_conventions_differ(save, change):
+def test_neighboring_conventions_give_different_logits(save, change):
     """The first two are the changes that Hugging Face's converter makes."""
     path = save()
     imported = read(path)
@@ -241,7 +241,7 @@ def with_options(tensors, changes):
     return {**tensors, SETTINGS: np.frombuffer(yaml.safe_dump(options).encode() + b"\0", np.int8)}
 
 
-def test_old_files_lack_later_options(save):
+def test_missing_options_in_old_files_have_defaults(save):
     needed = ("type", "dim-vocabs", "dim-emb", "enc-depth", "dec-depth", "transformer-heads", "tied-embeddings-all")
 
     def only_needed(tensors):
@@ -251,7 +251,7 @@ def test_old_files_lack_later_options(save):
     assert read(save(edit=only_needed)).config == read(save()).config
 
 
-def test_tensors_are_believed_and_contradictions_are_named(save):
+def test_config_follows_the_tensors_and_contradictions_are_noted(save):
     changes = {"tied-embeddings-all": False, "output-omit-bias": True, "transformer-train-position-embeddings": True}
     imported = read(save(edit=lambda tensors: with_options(tensors, changes)))
     assert imported.config == read(save()).config
@@ -279,7 +279,7 @@ def without(name):
         (lambda t: {**t, "Wemb": t["Wemb"].astype(np.int8)}, "Wemb must be one of float64"),
     ],
 )
-def test_wrong_tensors_are_refused_by_their_own_names(save, edit, message):
+def test_invalid_tensors_are_rejected_with_names_from_the_file(save, edit, message):
     with pytest.raises(ValueError, match=message):
         read(save(edit=edit))
 

@@ -67,7 +67,7 @@ def test_verdicts_and_exit_codes_match_parity_check(here, capsys, monkeypatch, e
     assert (found["verdict"], found["exit_code"]) == (last.split()[0], code)
 
 
-def test_a_state_dict_takes_the_vocabulary_of_its_user(here):
+def test_torch_import_stores_the_given_vocabulary(here):
     path = vocabulary(here)
     imported = import_checkpoint("model.pt", "torch", ReadOptions(vocab=(path,), names=here / "names.toml"))
     assert imported.vocabulary.target_ids("")[-1] == 2
@@ -99,7 +99,7 @@ def test_options_unsupported_by_a_format_are_rejected(name, here):
 
 
 @pytest.mark.parametrize("prefix", ["net.", "module.net.", ""])
-def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
+def test_torch_prefix_is_derived_from_the_tensor_names(prefix, here):
     state = {name.replace("net.", prefix): one for name, one in torch.load("model.pt").items()}
     torch.save(state, "model.pt")
     text = SAID.format(**DEFAULT).replace('prefix = "net."', "")
@@ -113,13 +113,13 @@ def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
             torch_nn.read(here / "model.pt", options)
 
 
-def test_the_annotated_transformer_may_have_a_prefix(tmp_path):
+def test_annotated_transformer_names_can_have_a_prefix(tmp_path):
     _, read = annotated_file(tmp_path, lambda s: {f"module.{name}": one for name, one in s.items()}, num_heads=3)
     assert read().config.num_encoder_layers == 2
     assert importer.recognized(tmp_path / "model.pt") == "annotated"
 
 
-def test_what_is_not_recognized_says_what_it_is(here, capsys):
+def test_error_for_an_unrecognized_file_describes_its_contents(here, capsys):
     def said(path, *options):
         code, out, err = parity(capsys, "import", path, *options)
         assert (code, out) == (3, "")
@@ -149,7 +149,7 @@ def test_what_is_not_recognized_says_what_it_is(here, capsys):
     assert f"has the format {'annotated'}" not in said("model.pt", "--names", "nosuch.toml")
 
 
-def test_names_option_alone_selects_the_torch_format(here, capsys):
+def test_names_option_selects_the_torch_format(here, capsys):
     code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml")
     assert code == 0
     assert "torch.nn.Transformer" in out
@@ -250,7 +250,7 @@ def test_model_unsupported_by_a_format_is_not_exported(format_, preset, change, 
         assert not (tmp_path / "out").exists()
 
 
-def test_marian_starts_from_zeros(tmp_path):
+def test_marian_export_requires_a_zero_start_embedding(tmp_path):
     with pytest.raises(ValueError, match=r"^the target embedding of bos_id, 1, must be zero because Marian starts"):
         importer.export_checkpoint(ours(tiny_config("marian_cpp")), "marian", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -340,7 +340,7 @@ def overlapping(path, count=3000):
         (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),
     ],
 )
-def test_names_without_end_are_refused_at_once(write, name, message, tmp_path):
+def test_files_with_too_many_names_are_rejected_immediately(write, name, message, tmp_path):
     write(tmp_path / name)
     for measured in ("seconds", "bytes"):  # measured separately, because tracing allocations takes time
         before = time.process_time()

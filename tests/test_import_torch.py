@@ -128,7 +128,7 @@ def save(directory, model, text, key=""):
     ],
     ids=["post", "pre", "gelu", "no biases"],
 )
-def test_a_model_around_torch_nn(options, said, key, tmp_path):
+def test_user_model_with_torch_nn_transformer_is_imported(options, said, key, tmp_path):
     model = randomized(Seq2Seq(**options))
     imported = save(tmp_path, model, SAID.format(**{**DEFAULT, **said}), key)
     assert imported.config.tie_embeddings == "none"
@@ -198,7 +198,7 @@ def test_non_weight_tensors_can_be_ignored(tmp_path):
     assert imported.config.source_vocab_size == V
 
 
-def test_options_are_believed_before_the_file(tmp_path):
+def test_options_override_fields_in_the_names_file(tmp_path):
     save(tmp_path, Seq2Seq(), WHOLE)
     options = ReadOptions(names=tmp_path / "names.toml", fields={"eos_id": 5})
     assert torch_nn.read(tmp_path / "model.pt", options).config.eos_id == 5
@@ -237,7 +237,7 @@ def annotated_file(directory, edit=lambda state: state, **options):
     return model, lambda: annotated.read(directory / "model.pt", ReadOptions(fields=options))
 
 
-def test_the_annotated_transformer(tmp_path):
+def test_annotated_transformer_checkpoint_is_imported(tmp_path):
     model, read = annotated_file(tmp_path, num_heads=3)
     imported = read()
     assert annotated.recognizes(tmp_path / "model.pt")

@@ -43,13 +43,13 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.mark.extended("every case of a skeleton", "jax", "tf")
 @pytest.mark.parametrize("framework", IN_EVERY_FRAMEWORK)
-def test_skeleton_agrees(framework, directory, capsys):
+def test_template_agrees_in_every_case(framework, directory, capsys):
     assert run_skeleton(framework, capsys, port_cases) == NOT_ASKED
 
 
 @pytest.mark.extended("skeletons", "jax", "tf")
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("jax", "tf")])
-def test_skeleton_agrees_in_one_case_of_each_component(framework, directory, capsys):
+def test_template_agrees_in_one_case_of_each_component(framework, directory, capsys):
     run_skeleton(framework, capsys, lambda config: [*{case.component: case for case in port_cases(config)}.values()])
 
 
@@ -91,7 +91,7 @@ def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framewor
     assert "it does not define export_weights()" in {finding.detail for finding in findings}
 
 
-def test_skeleton_shows_every_method(directory):
+def test_template_contains_every_method(directory):
     for framework in FRAMEWORKS:
         assert main(["init-port", "--framework", framework, "--out", f"{framework}_all.py"]) == 0
         text = (directory / f"{framework}_all.py").read_text()

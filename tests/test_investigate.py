@@ -101,7 +101,7 @@ def test_blocks_between_two_taps_are_blamed_together():
     assert found.introduced == ["encoder.output"]
 
 
-def test_without_taps_the_whole_model_is_to_blame():
+def test_blame_without_taps_covers_the_whole_model():
     found = blamed(CASE, Only(inject(named("scores divided by d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
@@ -131,7 +131,7 @@ def test_lost_precision_is_blamed_in_float32():
     assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
 
 
-def test_gradients_are_blamed_backwards():
+def test_blame_of_gradients_starts_at_the_logits():
     assert blamed(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
     loaded = inject(named("softmax passes its gradient through unchanged"), GRADIENTS)
     found = blamed(GRADIENTS, loaded).blame
@@ -193,7 +193,7 @@ def test_context_is_not_blamed_for_keys_hidden_by_the_port():
     assert f"{block}.context" not in blame_files(case, actual, loaded, "it").blame.introduced
 
 
-def test_the_context_of_weights_at_padding_is_not_blamed():
+def test_context_is_not_blamed_for_weights_at_padding():
     """At padding, the port has values different from the reference's, and it attends to them."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded, block = numpy(case), "encoder.layers.0.self_attention"
@@ -248,7 +248,7 @@ def test_distance_is_infinite_for_mismatched_shapes_and_nan():
         "W_o transposed",
     ],
 )
-def test_a_known_bug_is_named(name):
+def test_known_bug_is_identified(name):
     bug = named(name)
     case = next(case for case in standard_cases() if case.name == bug.case)
     found = diagnose(case, tensors(inject(bug, case), case), "it")
@@ -276,7 +276,7 @@ def test_weights_mixed_up_by_a_converter_are_identified(convert, name):
     assert (found.confidence, found.candidates) == (EXACT, (name,))
 
 
-def test_a_convention_is_named():
+def test_different_convention_is_identified():
     case = model_cases(tiny(d_v=8))[0]
     other = replace(case, config=case.config.replace(position_layout="split", position_timescale="m_minus_1"))
     found = diagnose(case, tensors(numpy(other), case), "it")
@@ -287,7 +287,7 @@ def test_a_convention_is_named():
     )
 
 
-def test_two_bugs_are_named_together():
+def test_two_simultaneous_bugs_are_identified():
     both = together(named("scores divided by d_k").edits, named("epsilon outside the root").edits)
     found = diagnose(CASE, tensors(inject(Bug("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
@@ -317,7 +317,7 @@ def test_unlisted_bug_is_diagnosed_as_unknown_or_likely():
     assert shown == {mark.name: mark.verdict for mark in failure_report.blame.marks}
 
 
-def test_a_correct_port_is_given_no_diagnosis():
+def test_correct_port_gets_no_diagnosis():
     found = diagnose(CASE, tensors(numpy(), CASE), "it")
     assert (found.confidence, found.candidates) == (UNKNOWN, ())
     assert found.sentence == "every value that it returned here matches the reference"
@@ -459,7 +459,7 @@ def test_candidate_is_compared_only_at_taps_of_the_port():
         assert "scores divided by d_k" in found.sentence
 
 
-def test_a_likely_name_needs_no_description_of_its_error():
+def test_likely_diagnosis_omits_the_description_of_the_error():
     one, two = model_cases(tiny(d_v=8))[:2]
     loaded = inject(named("scores divided by d_k"), one)
 
@@ -486,7 +486,7 @@ class Withholding(Wrapped):
         return self.model(source_ids, target_ids, tap=lambda n, v: v if n.endswith(".scores") else tap(n, v))
 
 
-def test_missing_taps_are_named():
+def test_missing_taps_are_reported():
     port, kept = PluginPort(f"{__name__}:Withholding"), {}
     cases = model_cases(port_config(port))[:1]
     findings = list(compare(cases, port, Placements(("float64",)), kept=kept))

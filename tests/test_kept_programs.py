@@ -28,7 +28,7 @@ from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.ports.protocol import Placements
 
 
-def test_programs_are_kept_in_the_users_cache(tmp_path):
+def test_compiled_programs_are_stored_in_the_user_cache(tmp_path):
     kept = keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
     directory = tmp_path / "transformer-parity"
     assert kept[JAX_SWITCH].startswith(f"{directory}{os.sep}jax-")

@@ -49,13 +49,13 @@ def importers(of: set[str], package: str, *, root: Path = ROOT) -> dict[str, set
     return {name: packages & of for name, packages in found.items() if packages & of}
 
 
-def test_the_spec_imports_no_backend():
+def test_spec_imports_no_backend():
     assert set().union(*outside(SPEC).values()) == BASE
     assert importers({*PROGRAM} - {SPEC}, SPEC) == {}
 
 
 @pytest.mark.parametrize("package", BACKENDS)
-def test_a_backend_imports_the_spec_and_its_framework(package):
+def test_backend_imports_only_the_spec_and_its_framework(package):
     found = set().union(*outside(package).values())
     assert {SPEC} | FRAMEWORKS[package] <= found <= {SPEC} | BASE | FRAMEWORKS[package] | OPTIONAL
 
@@ -71,7 +71,7 @@ def test_only_the_benchmarks_import_the_checker():
     assert importers({BENCH}, PARITY) == {}  # cli/main.py refers to the module of `parity bench` by name
 
 
-def test_the_engine_imports_neither_the_spec_nor_a_backend():
+def test_engine_imports_neither_the_spec_nor_a_backend():
     assert importers({SPEC, BENCH, *BACKENDS}, ENGINE) == {}
     rooms = tuple(f"{PARITY}.{name}" for name in ("transformer", "apps", "cli"))
     graph = imports(ROOT / PARITY, types=True)
@@ -89,7 +89,7 @@ def test_checker_modules_do_not_import_ports():
 PORTS = tuple(f"{PARITY}/transformer/ports/{name}.py" for name in ("torch", "onednn", "jax", "tensorflow"))
 
 
-def test_the_checker_loads_a_backend_only_when_it_needs_it():
+def test_checker_imports_backends_only_on_demand():
     """Importing every module except the ports' own must not load any framework."""
     paths = [path for path in (ROOT / PARITY).rglob("*.py") if path.name != "__main__.py"]
     files = {path.relative_to(ROOT).as_posix(): module_name(path, ROOT) for path in paths}
@@ -115,7 +115,7 @@ def test_packages_have_no_circular_imports(package):
     assert circle(ROOT / package, types=package != SPEC) == []
 
 
-def test_the_imports_of_a_package_are_seen():
+def test_imports_within_a_package_are_found():
     for package in BACKENDS:
         graph = imports(ROOT / package, types=True)
         assert graph[f"{package}.transformer"] >= {f"{package}.decoder", f"{package}.masks"}
@@ -147,7 +147,7 @@ def house(directory: Path, b: str) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_circle_is_found(tmp_path, way):
+def test_import_cycle_is_detected(tmp_path, way):
     found = circle(house(tmp_path, WAYS[way]), types=False)
     assert found[0] == found[-1]
     assert {"house.room.a", "house.room.b"} <= set(found)

@@ -55,16 +55,16 @@ def defined_twice(files: Mapping[str, str]) -> dict[str, list[str]]:
     }
 
 
-def test_files_of_the_program_are_short():
+def test_package_files_stay_within_the_line_limit():
     # Remove an exception when its file no longer needs it.
     assert longer(sources(*PROGRAM), MOST_LINES).keys() == LONG_FILES.keys()
 
 
-def test_files_of_tests_are_short():
+def test_test_and_docs_files_stay_within_the_line_limit():
     assert longer(sources("tests", "docs"), MOST_LINES_OF_TESTS) == {}
 
 
-def test_functions_take_few_parameters():
+def test_functions_stay_within_the_parameter_limit():
     long = {
         f"{file}: {function}"
         for file, text in sources(*PROGRAM).items()
@@ -87,7 +87,7 @@ def test_parameters_are_counted():
     assert dict(signatures(tree)) == {"f": 3, "g": 1}
 
 
-def test_a_second_class_of_a_name_is_found():
+def test_duplicate_class_name_is_detected():
     files = dict.fromkeys(("reference_numpy/a.py", "transformer_torch/a.py"), "class A: ...")
     assert defined_twice(files) == {}
     assert defined_twice({**files, "transformer_spec/b.py": "class B:\n    class A: ..."}) == {

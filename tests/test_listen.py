@@ -159,7 +159,7 @@ def test_team_replies_are_ordered_by_rank(children):
     ],
     ids="-".join,
 )
-def test_a_team_ends_with_any_member_and_reports_the_cause(children, actions, why, monkeypatch):
+def test_exit_of_one_member_ends_the_team_and_is_reported(children, actions, why, monkeypatch):
     monkeypatch.setattr("transformer_parity.engine.processes.team.CAUSE", 1.0)
     members = start(children, "follows", "follows")
     team = Team(children, members)
@@ -172,7 +172,7 @@ def test_a_team_ends_with_any_member_and_reports_the_cause(children, actions, wh
     assert [member.process.poll() is None for member in members] == [False, False]
 
 
-def test_a_silent_team_is_ended(children):
+def test_silent_team_is_stopped(children):
     members = start(children, "sleeps", "sleeps")
     with pytest.raises(TeamError, match=r"^process [01] of 2: no progress for 1 s: asleep$"):
         Team(children, members).replies(patience=1.0)

@@ -55,12 +55,12 @@ BAD_SETTINGS = {
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_bad_settings(case):
+def test_invalid_settings_are_rejected(case):
     fields, kind, message = BAD_SETTINGS[case]
     assert refusal(ref.TrainingConfig, **fields) == (kind, message)
 
 
-def test_settings_of_the_paper():
+def test_default_settings_match_the_paper():
     settings = ref.TrainingConfig()
     assert (settings.beta1, settings.beta2, settings.epsilon, settings.warmup_steps) == (0.9, 0.98, 1e-9, 4000)
     assert (settings.learning_rate_factor, settings.accumulation_steps) == (1.0, 1)
@@ -74,7 +74,7 @@ def test_settings_of_the_paper():
 
 
 @pytest.mark.parametrize(("factor", "warmup", "d_model"), [(1.0, 4000, 512), (0.3, 7, 24), (2.0, 1, 1024)])
-def test_learning_rate(factor, warmup, d_model):
+def test_learning_rate_warms_up_linearly_and_decays_with_the_inverse_square_root(factor, warmup, d_model):
     """The learning rate increases linearly to its peak at the end of the warm-up, then decays with 1 / sqrt(step)."""
     settings = ref.TrainingConfig(learning_rate_factor=factor, warmup_steps=warmup)
     peak = factor / math.sqrt(d_model * warmup)
@@ -86,7 +86,7 @@ def test_learning_rate(factor, warmup, d_model):
 
 
 @pytest.mark.parametrize(("warmup", "total", "cooldown"), [(7, 50, 20), (40, 50, 20), (7, 50, 50), (7, 1, 1)])
-def test_cool_down(warmup, total, cooldown):
+def test_learning_rate_decreases_linearly_in_the_cool_down(warmup, total, cooldown):
     """The learning rate decreases linearly during the cool-down and would be zero one step after the last one."""
     settings = ref.TrainingConfig(warmup_steps=warmup, total_steps=total, cooldown_steps=cooldown)
     rates = [settings.learning_rate(step, 24) for step in range(1, total + 5)]
@@ -104,7 +104,7 @@ def test_cool_down(warmup, total, cooldown):
     assert abrupt.learning_rate(total + 1, 24) == free.learning_rate(total + 1, 24)
 
 
-def test_settings_as_plain_values():
+def test_settings_round_trip_through_a_dict():
     settings = ref.TrainingConfig(total_steps=9, cooldown_steps=3, clip_norm=0.5, mixed_bfloat16=True, warmup_steps=2)
     fields = settings.to_dict()
     assert ref.TrainingConfig.from_dict(fields) == settings
@@ -157,7 +157,7 @@ def transcribed_cross_entropy(logits, labels, config):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cross_entropy(backend, kind, smoothing):
+def test_cross_entropy_matches_the_formula_of_the_paper(backend, kind, smoothing):
     config = loss_config(kind, smoothing)
     logits = np.random.default_rng(0).normal(0.0, 3.0, (3, 3, 5))
     total, tokens = backend.package.cross_entropy(*map(backend.from_numpy, (logits, LABELS)), config)
@@ -173,7 +173,7 @@ def test_cross_entropy(backend, kind, smoothing):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_cross_entropy_of_extreme_logits(backend, kind, dtype):
+def test_cross_entropy_of_extreme_logits_is_accurate(backend, kind, dtype):
     config = loss_config(kind)
     logits = (np.random.default_rng(0).permuted(np.tile([-1e4, -1.0, 0.0, 1.0, 1e4], (3, 3, 1)), axis=-1)).astype(dtype)
     total, _ = backend.package.cross_entropy(*map(backend.from_numpy, (logits, LABELS)), config)
@@ -214,7 +214,7 @@ def labels_with(label):
 
 
 @pytest.mark.parametrize("label", [-100, -1, 5])
-def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
+def test_label_outside_the_vocabulary_is_rejected(backend, label):
     """The labels include the value that torch ignores silently."""
     logits, labels = np.zeros((3, 3, 5)), labels_with(label)
     for given in (labels, backend.from_numpy(labels)):
@@ -226,7 +226,7 @@ def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
 
 @pytest.mark.only("jax", "tf")
 @pytest.mark.parametrize("label", [-100, 5])
-def test_cross_entropy_of_such_a_label_in_compiled_code(port, label):
+def test_label_outside_the_vocabulary_gives_nan_in_compiled_code(port, label):
     """Compiled code can't check the values of the labels, so it returns a loss of NaN."""
     logits, labels = map(port.from_numpy, (np.zeros((3, 3, 5)), labels_with(label)))
     if port.name == "jax":
@@ -240,7 +240,7 @@ def test_cross_entropy_of_such_a_label_in_compiled_code(port, label):
     assert np.isnan(compiled(logits, labels)[0])
 
 
-def test_cross_entropy_of_bfloat16_is_taken_in_float32(port):
+def test_cross_entropy_of_bfloat16_logits_is_computed_in_float32(port):
     config = loss_config()
     logits = np.random.default_rng(0).normal(0.0, 3.0, (3, 3, 5)).astype(ml_dtypes.bfloat16)
     total, _ = port.package.cross_entropy(*map(port.from_numpy, (logits, LABELS)), config)

@@ -37,7 +37,7 @@ def load(port):
     return partial(port.package.Transformer.from_weights, CONFIG, random_weights(CONFIG))
 
 
-def test_int8_weights_have_a_quarter_of_the_bytes(port, load):
+def test_int8_weights_use_a_quarter_of_the_memory(port, load):
     full = script.stored_bytes(port.name, load())
     assert list(full) == ["float32"]
     found = script.stored_bytes(port.name, script.VARIANTS[port.name][INT8[port.name]](load))
@@ -47,7 +47,7 @@ def test_int8_weights_have_a_quarter_of_the_bytes(port, load):
     assert full["float32"] - 4 * found["int8"] <= found["float32"] < full["float32"] - 3 * found["int8"]
 
 
-def test_bfloat16_weights_have_half_the_bytes(port, load):
+def test_bfloat16_weights_use_half_the_memory(port, load):
     found = script.stored_bytes(port.name, script.VARIANTS[port.name]["bfloat16"](load))
     (full,) = script.stored_bytes(port.name, load()).values()
     assert found == {"bfloat16": full / 2}
@@ -60,7 +60,7 @@ def test_int8_logits_are_close_to_float32_logits(port, load):
 
 
 @pytest.mark.extended("examples", "tf")
-def test_a_search_after_quantization_uses_the_int8_weights(port, load):
+def test_search_after_quantization_uses_the_int8_weights(port, load):
     """This also holds after a search with the float32 weights, whose compiled code must not be reused."""
     model = load()
     before = port.package.greedy_search(model, SOURCE, max_length=4)
@@ -71,7 +71,7 @@ def test_a_search_after_quantization_uses_the_int8_weights(port, load):
     assert np.array_equal(after.scores, again.scores)
 
 
-def test_weights_and_gradients_of_an_int8_model_are_refused(port, load):
+def test_weights_and_gradients_of_an_int8_model_are_rejected(port, load):
     model = script.VARIANTS[port.name][INT8[port.name]](load)
     for refused in (
         model.export_weights,
@@ -83,7 +83,7 @@ def test_weights_and_gradients_of_an_int8_model_are_refused(port, load):
 
 
 @pytest.mark.only("torch")
-def test_a_missing_package_is_named_in_the_table(port, monkeypatch):
+def test_missing_package_is_named_in_the_table(port, monkeypatch):
     monkeypatch.setitem(script.compare.__globals__, "find_spec", lambda name: None)
     texts = script.Texts(script.read_trained(SHIPPED), [], [])
     row = script.compare("torch", "int8, torchao Int8WeightOnlyConfig", texts, None, 0.0)
@@ -111,7 +111,7 @@ def test_int8_variant_without_int8_weights_raises_runtime_error(port, monkeypatc
 
 
 @pytest.mark.extended("examples", "tf")
-def test_the_script_writes_a_table(port, tmp_path, monkeypatch, capsys):
+def test_low_precision_script_writes_a_table(port, tmp_path, monkeypatch, capsys):
     variants = {port.name: {INT8[port.name]: script.VARIANTS[port.name][INT8[port.name]]}}
     monkeypatch.setitem(script.main.__globals__, "VARIANTS", variants)
     (tmp_path / "source").write_text("Freitag, 3. Mai 2024\nMay 4, 2024\n", "utf-8")
@@ -127,7 +127,7 @@ def test_the_script_writes_a_table(port, tmp_path, monkeypatch, capsys):
     assert line in (tmp_path / "out.md").read_text("utf-8")
 
 
-def test_the_page_shows_the_code_of_the_script():
+def test_page_contains_the_code_of_the_script():
     code = (DOCS / "examples" / "int8_linear.py").read_text("utf-8").partition("\n\n")[2]
     assert code in (DOCS / "how-to" / "low-precision.md").read_text("utf-8")
 

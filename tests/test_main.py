@@ -62,14 +62,14 @@ def test_only_the_module_of_a_command_is_imported():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name, capsys):
+def test_every_command_has_a_help_text(name, capsys):
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])
     assert leaving.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: parity {name} ")
 
 
-def test_an_unknown_command_is_refused(capsys):
+def test_unknown_command_is_rejected(capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["chekc"])
     assert leaving.value.code == 3
@@ -128,7 +128,7 @@ def test_framework_output_is_suppressed_on_usage_errors(capfd):
     assert "oneDNN" not in capfd.readouterr().err
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_file_is_written_completely_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"a": 1})
     assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
@@ -206,7 +206,7 @@ write_results([1], *2 * [(Path("/dev/stdout"), write_json)])
 
 
 @posix
-def test_standard_output_is_added_to(tmp_path):
+def test_results_are_appended_to_standard_output(tmp_path):
     """Results are written to a pipe, a closed pipe, or a file, after a table that the file already contains."""
     command = [sys.executable, "-c", WRITER]
     expected = "a table\n[\n 1\n]\n[\n 1\n]\n"
@@ -244,7 +244,7 @@ def test_usage_error_escapes_control_characters(capsys):
 
 @posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch):
+def test_signal_is_handled_after_the_import_of_a_command(number, capsys, monkeypatch):
     """Signals are handled only after an import, because they could otherwise cause an unrelated exit code."""
     imported = []
 
@@ -285,7 +285,7 @@ sys.exit(entry.load()())
         ("argparse", signal.SIGTERM),
     ],
 )
-def test_a_signal_while_the_command_line_is_imported_ends_it_quietly(name, number):
+def test_signal_during_startup_ends_the_command_without_a_traceback(name, number):
     command = [sys.executable, "-c", SENT_WHILE_IMPORTED, name, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")

@@ -29,7 +29,7 @@ def diagnosed(added):
     return diagnose(CASE, shown, "MyPort", known=candidates(CONFIG, CASE.stage)[:5])
 
 
-def test_angles_of_positions_are_measured():
+def test_angles_of_positional_encodings_are_measured():
     """Each channel has a different frequency, instead of each pair of channels."""
     channels = np.arange(CONFIG.d_model)
     found = diagnosed(encoding(channels) - encoding(channels // 2 * 2))
@@ -37,6 +37,6 @@ def test_angles_of_positions_are_measured():
     assert found.sentence.endswith("where k = 0, 1, 2, 3, 4, 5, ... instead of 0, 0, 2, 2, 4, 4, ...")
 
 
-def test_constant_positions_have_no_angles():
+def test_added_constant_is_not_described_as_angles():
     """The diagnosis of an added constant doesn't mention angles."""
     assert "angles" not in diagnosed(0.1).sentence

@@ -51,7 +51,7 @@ def test_freed_memory_is_retained_unless_the_environment_configures_malloc(envir
         assert min(first, second) > 0.5 * min(usual)
 
 
-def test_training_keeps_it_in_each_of_its_processes(monkeypatch, tmp_path):
+def test_every_training_process_retains_freed_memory(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(train, "keep_freed_memory", lambda: calls.append("the command"))
     beyond_the_end = ["--steps", "1", "--stop-at", "2"]  # rejected, but not immediately

@@ -87,7 +87,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("name", "bug"), in_one_port([bug for bug in CATALOG + OTHERS if bug.unseen]))
-def test_bug_is_not_seen_elsewhere(name, bug):
+def test_other_cases_and_dtypes_do_not_detect_the_bug(name, bug):
     """The listed cases and dtypes don't detect the bug, so the case and dtype that do are necessary."""
     for where in bug.unseen:
         case, dtype = (bug.case, where) if where in EPS else (where, bug.dtype)
@@ -96,7 +96,7 @@ def test_bug_is_not_seen_elsewhere(name, bug):
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(precision.CONTROLS))
 @pytest.mark.extended("equivalent mathematics", "jax", "tf")
-def test_equivalent_mathematics_raises_no_alarm(name, control):
+def test_equivalent_computation_passes_the_check(name, control):
     where, dtypes = ("full/source_all_padding",), ("float64",)
     if name == "torch":  # PyTorch runs these cases quickly
         where, dtypes = ("full/padded", *where, "attention/fully_masked_row"), (*dtypes, "float32")
@@ -116,7 +116,7 @@ def run_training(name: str, bug: Bug) -> list[Finding]:
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(optimizer.CONTROLS))
 @pytest.mark.extended("equivalent mathematics", "jax", "tf")
-def test_equivalent_training_raises_no_alarm(name, control):
+def test_equivalent_training_passes_the_check(name, control):
     assert run_training(name, control) == []
 
 
@@ -143,7 +143,7 @@ def for_every_check() -> list:
 
 
 @pytest.mark.parametrize(("name", "bug"), for_every_check())
-def test_misbehaviour_is_caught_by_its_check(name, bug):
+def test_misbehavior_is_detected_by_its_check(name, bug):
     check, *arguments = bug.check
     backend = Backend(name, injected(Bug(bug.name, "", bug.edits), name).import_package())
     compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
@@ -160,14 +160,14 @@ def test_misbehaviour_is_caught_by_its_check(name, bug):
     ],
 )
 @pytest.mark.extended("equivalent mathematics", "tf")
-def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
+def test_correct_port_passes_all_checks(name, seed, monkeypatch):
     monkeypatch.setitem(case_module.WEIGHTS, "usual", lambda config, _: hard_weights(config, seed))
     findings = list(compare([CASES_BY_NAME["full/padded"]], PORTS[name], Placements(("float64", "float32"))))
     assert failing(findings) == []
     assert {finding.path for finding in findings} == {"load", "taps", "fast"}
 
 
-def test_every_part_of_the_model_and_of_training_is_spoilt_in_every_port():
+def test_every_part_of_model_and_training_has_a_bug_in_every_port():
     for part, bugs in (FORWARD | TRAINING).items():
         assert {name for bug in bugs for name in bug.edits} >= {*ALL}, part
 
@@ -228,7 +228,7 @@ EXITS = [
 
 
 @pytest.mark.parametrize(("verdicts", "code"), EXITS)
-def test_exit_code(verdicts, code):
+def test_exit_code_follows_the_worst_verdict(verdicts, code):
     place = ("torch", "float64", "", "", "taps", "logits", 0.0, 1.0)
     findings = [Finding(*place, verdict, "", "activations") for verdict in verdicts]
     assert Verdict.of(findings).exit_code == code
@@ -245,7 +245,7 @@ def test_exit_code(verdicts, code):
         ("an exception", ("float64",), 3),
     ],
 )
-def test_exit_code_of_a_bug(bug, dtypes, code):
+def test_exit_code_depends_on_the_bug_and_dtypes(bug, dtypes, code):
     bug = named(bug)
     assert Verdict.of(run("torch", bug, (bug.case,), *dtypes)).exit_code == code
 
@@ -256,7 +256,7 @@ def test_check_without_comparisons_does_not_pass():
     assert Verdict.of(compare([left_out], PORTS["numpy"], Placements(("bfloat16",)))).exit_code == 3
 
 
-def test_relative_error():
+def test_relative_error_uses_the_norm_without_overflow():
     assert relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == 0.1
     assert relative_error(np.zeros(3), np.zeros(3)) == 0.0
     assert relative_error(np.full(3, 1e-100), np.zeros(3)) == math.inf
@@ -266,7 +266,7 @@ def test_relative_error():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_non_finite_values_are_within_no_tolerance(wrong):
+def test_non_finite_values_exceed_every_tolerance(wrong):
     array = np.array([1.0, wrong])
     with np.errstate(invalid="ignore"):
         for actual, expected in ((array, np.ones(2)), (np.ones(2), array), (array, array)):
@@ -275,7 +275,7 @@ def test_non_finite_values_are_within_no_tolerance(wrong):
         tolerance("logits", "float32", wrong)
 
 
-def test_tolerances():
+def test_tolerances_match_the_listed_values():
     """The tolerances are repeated here, so that nobody can relax one by accident."""
     assert POLICY == {
         "float64": {"tap": 1e-12},
@@ -327,13 +327,13 @@ def test_tolerances():
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],
 )
-def test_tolerances_of_training(name, dtype, allowed):
+def test_training_tolerances_match_the_listed_values(name, dtype, allowed):
     of_steps = name.startswith("step ")
     found = steps.tolerance(name, dtype) if of_steps else gradients.tolerance(name, dtype, baseline=1e-6, whole=2e-6)
     assert found == pytest.approx(allowed, rel=1e-12)
 
 
-def test_a_key_bias_is_measured_by_its_query_bias():
+def test_key_bias_error_is_relative_to_the_query_bias():
     expected = {"of a.key_proj.bias": np.full(2, 1e-17), "of a.query_proj.bias": np.array([3.0, 4.0])}
     actual = {"of a.key_proj.bias": np.array([0.5, 0.0]) + 1e-17, "of a.query_proj.bias": np.array([3.0, 4.5])}
     assert training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
@@ -341,7 +341,7 @@ def test_a_key_bias_is_measured_by_its_query_bias():
     assert training_error("of a.key_proj.bias", expected, expected) == 0.0
 
 
-def test_share_of_the_tolerance():
+def test_ratio_divides_the_error_by_the_tolerance():
     finding = Finding("torch", "float64", "", "", "taps", "logits", 5e-13, 1e-12, AGREES)
     assert finding.ratio == 0.5
     assert finding.to_dict()["ratio"] == 0.5

@@ -61,7 +61,7 @@ def changes(body: str, kind: str | None = None) -> set[tuple[str, str]]:
         ("while x:\n    break", "statement removed", {("break", "pass")}),
     ],
 )
-def test_operator_makes_the_expected_mutants(body, kind, expected):
+def test_operator_generates_the_expected_mutants(body, kind, expected):
     assert changes(body, kind) == expected
 
 
@@ -186,7 +186,7 @@ def test_results_are_resumed_after_a_truncated_line(tmp_path, monkeypatch, capsy
     assert json.loads(lines[0])["caught"] == ""
 
 
-def test_survivor_of_the_check_needs_a_reason():
+def test_surviving_mutant_requires_a_reason():
     survivor = {**asdict(mutant("fast", "2**15", "(2 * 15)")), "cases": 3}
     found = keep.judged(keep.CHECK, {"survivors": [survivor, {**survivor, "cases": 0}]})
     assert (found["not run"], found["missed"], [one["count"] for one in found["equivalent"]]) == (1, [], [1])

@@ -34,7 +34,7 @@ def train(backend, model, call):
 
 
 @pytest.mark.parametrize("site", tiers.first_alone(NO_DROPOUT, "sites", "jax", "tf"))
-def test_dropout(backend, site):
+def test_dropout_is_applied_at_every_site_in_training_mode(backend, site):
     model = build(backend, dropout={**NO_DROPOUT, site: 1 - 1e-9})
     expected = backend.to_numpy(build(backend, dropout=NO_DROPOUT)(SOURCE, TARGET))
     np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), expected)  # dropout is off during inference
@@ -62,7 +62,7 @@ def test_dropout(backend, site):
     assert_close(train(backend, model, in_two_steps), logits)
 
 
-def test_dropout_is_redrawn_in_training_and_off_in_inference(backend):
+def test_dropout_masks_change_in_training_and_dropout_is_off_in_inference(backend):
     model = build(backend, dropout={**NO_DROPOUT, "embedding": 0.5})
     rng = np.random.default_rng(0)
     draw = lambda **options: model(SOURCE, TARGET, **({"rng": rng} if "rng" in options else options))  # noqa: E731
@@ -70,7 +70,7 @@ def test_dropout_is_redrawn_in_training_and_off_in_inference(backend):
     np.testing.assert_array_equal(*(backend.to_numpy(model(SOURCE, TARGET)) for _ in range(2)))
 
 
-def test_training_without_dropout_is_inference(backend):
+def test_training_mode_without_dropout_matches_inference(backend):
     model = build(backend, dropout=NO_DROPOUT)
     expected = backend.to_numpy(model(SOURCE, TARGET))
     assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), expected)
@@ -83,7 +83,7 @@ def test_every_parameter_has_a_gradient(port):
     assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
 
 
-def test_a_search_calls_the_encode_of_a_subclass(backend):
+def test_search_calls_the_encode_method_of_a_subclass(backend):
     class Silent(backend.package.Transformer):
         """A model that encodes every source as zeros."""
 

@@ -52,13 +52,13 @@ def test_padding_masks_are_passed_only_when_needed(port, calls):
     assert_close(port.to_numpy(masked), port.to_numpy(plain(*FULL, SOURCE != 0, TARGET != 0)))
 
 
-def test_masks_are_looked_at_on_a_gpu_only(port, calls, monkeypatch):
+def test_masks_are_inspected_only_on_a_gpu(port, calls, monkeypatch):
     monkeypatch.setattr(port.package.fast, "FLASH_DEVICES", ("cuda",))
     build(port)(*FULL)
     assert seen(calls) == [NONE, NONE, NONE]
 
 
-def test_masks_are_looked_at_once_for_all_layers(port, calls, monkeypatch):
+def test_masks_are_inspected_once_for_all_layers(port, calls, monkeypatch):
     counts, mark = [], port.package.fast._marked
     monkeypatch.setattr(port.package.fast, "_marked", lambda x: counts.append(type(x)) or mark(x))
     build(port, num_encoder_layers=3, num_decoder_layers=3)(*FULL)
@@ -79,7 +79,7 @@ def test_mask_modified_between_calls_is_inspected_again(port, calls):
             mask[:, :, :, 2:] = False
 
 
-def test_gradients_training_and_searches_without_padding(port, calls):
+def test_attention_without_masks_matches_plain_attention(port, calls):
     model, plain = build(port), build(port, fast=False)
     ids = [torch.tensor(each) for each in FULL]
     for each in (model, plain):
@@ -96,7 +96,7 @@ def test_gradients_training_and_searches_without_padding(port, calls):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
-def test_compiled_and_transformed_models_keep_their_masks(port, calls):
+def test_compiled_and_transformed_models_keep_the_masks(port, calls):
     model = build(port)
     ids = [torch.tensor(each) for each in FULL]
     expected = model(*ids)

@@ -52,7 +52,7 @@ def test_search_uses_the_compiled_model(port, graphs, search, wrapped):
     assert 1 <= len(graphs) <= 3
 
 
-def test_a_search_runs_compiled_layers(port, graphs):
+def test_search_runs_compiled_layers(port, graphs):
     model = build(port)
     expected = port.package.greedy_search(model, SOURCE, max_length=6)
     model.decoder.layers[0].feed_forward.compile(backend=backend(graphs))
@@ -62,7 +62,7 @@ def test_a_search_runs_compiled_layers(port, graphs):
     assert model.training
 
 
-def test_a_search_runs_a_step_of_the_callers(port, graphs):
+def test_search_runs_a_replaced_decode_step(port, graphs):
     model = build(port)
     expected = port.package.greedy_search(model, SOURCE, max_length=6)
     model.decode_step = torch.compile(model.decode_step, backend=backend(graphs))
@@ -84,7 +84,7 @@ def test_search_warns_if_only_the_call_is_compiled(port, graphs):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_step_takes_several_tokens(port, dtype, beam_size):
+def test_decode_step_accepts_multiple_tokens(port, dtype, beam_size):
     """Decoding a prefix, then one token, then two tokens matches a forward pass, even with padding in the target."""
     model = build(port, dtype, num_decoder_layers=2)
     rng = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def test_a_step_takes_several_tokens(port, dtype, beam_size):
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_first_position_of_a_prefix_may_be_padding(port):
+def test_first_position_of_a_prefix_can_be_padding(port):
     model = build(port, bos_id=0)
     target = np.array([[0, 5, 6], [0, 7, 0]])
     logits, cache = model.decode_step(target, model.init_cache(SOURCE, 4))
@@ -111,7 +111,7 @@ def test_the_first_position_of_a_prefix_may_be_padding(port):
     assert cache.self_mask[:, 0, 0].tolist() == [[True, True, True, False], [True, True, False, False]]
 
 
-def test_a_prefix_without_capacity_is_refused(port):
+def test_prefix_beyond_the_cache_capacity_is_rejected(port):
     model = build(port)
     cache = model.init_cache(SOURCE, 3)
     _, cache = model.decode_step(TARGET[:, :1], cache)
@@ -130,7 +130,7 @@ def test_a_prefix_without_capacity_is_refused(port):
 # --- Quantized weights and other tensor subclasses ---
 
 
-def test_half_precision_is_searched(port):
+def test_search_supports_half_precision(port):
     model, expected = build(port, "float32").half(), build(port, "float32")
     assert model(SOURCE, TARGET).dtype == torch.float16
     for search in (port.package.greedy_search, port.package.beam_search):
@@ -161,7 +161,7 @@ def test_search_does_not_change_layout_of_quantized_weights(port, dtype):
     np.testing.assert_array_equal(found.ids, port.package.greedy_search(expected, SOURCE, max_length=5).ids)
 
 
-def test_wrapped_models_are_searched(port):
+def test_search_supports_wrapped_models(port):
     model = build(port).train()
     with_adapters(model)
     expected = port.package.greedy_search(model, SOURCE, max_length=5)

@@ -14,7 +14,7 @@ from reference_numpy import Recorder, parameter_shapes, tap_shapes
 
 
 @pytest.mark.only("jax")
-def test_jax_jit(port):
+def test_jax_jitted_call_matches_the_plain_call(port):
     """A jitted call is traced once per mode and returns the same values as the plain call."""
     from flax import nnx
 
@@ -35,7 +35,7 @@ def test_jax_jit(port):
 
 
 @pytest.mark.only("jax")
-def test_jax_dropouts_draw_apart(port):
+def test_jax_dropout_layers_have_independent_masks(port):
     """Each dropout layer has its own key. Layers with identical masks would regularize less."""
     import jax
     from flax import nnx
@@ -46,7 +46,7 @@ def test_jax_dropouts_draw_apart(port):
 
 
 @pytest.mark.only("jax")
-def test_jax_split_and_merge(port):
+def test_jax_split_and_merge_preserve_weights_and_ties(port):
     import jax
     from flax import nnx
 
@@ -62,7 +62,7 @@ def test_jax_split_and_merge(port):
 
 
 @pytest.mark.only("jax")
-def test_jax_taps_under_jit(port):
+def test_jax_taps_can_be_recorded_under_jit(port):
     """A recorder created inside a traced function can return its values together with the result."""
     from flax import nnx
 
@@ -83,7 +83,7 @@ def test_jax_taps_under_jit(port):
 
 
 @pytest.mark.only("jax")
-def test_jax_decodes_under_jit(port):
+def test_jax_cache_can_be_passed_through_jit(port):
     """A cache can be passed through a step, which is compiled only once, or through the body of a loop."""
     import jax
     from flax import nnx

@@ -32,7 +32,7 @@ def test_tf_function_traces_once(port):
 
 
 @pytest.mark.only("tf")
-def test_tf_xla(port):
+def test_tf_xla_compiled_call_matches_the_plain_call(port):
     import tensorflow as tf
 
     model = build(port, position_encoding="learned")
@@ -43,7 +43,7 @@ def test_tf_xla(port):
 
 
 @pytest.mark.only("tf")
-def test_tf_decodes_in_a_function(port):
+def test_tf_cache_can_be_passed_through_a_function(port):
     """A cache can be passed through a step, which is traced only once, or through the body of a compiled loop."""
     import tensorflow as tf
 
@@ -120,7 +120,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
 
 
 @pytest.mark.only("tf")
-def test_tf_lets_go_of_a_model(port):
+def test_tf_traced_functions_do_not_keep_a_model_alive(port):
     """Traced functions neither keep their model alive nor are copied with it."""
     model = build(port)
     port.package.greedy_search(model, SOURCE, max_length=2)
@@ -133,7 +133,7 @@ def test_tf_lets_go_of_a_model(port):
 
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("tie_embeddings", ["none", "all"])
-def test_tf_save_and_load(port, tmp_path, tie_embeddings):
+def test_tf_saved_file_loads_with_the_same_config_and_weights(port, tmp_path, tie_embeddings):
     import keras
 
     model = build(port, tie_embeddings=tie_embeddings, final_norm=True, output_bias=True)

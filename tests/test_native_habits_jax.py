@@ -31,7 +31,7 @@ def inner_proj(model):
 
 @pytest.mark.parametrize("tie", ["all", "none"])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-def test_a_model_computes_in_the_dtype_its_state_is_cast_to(port, tie, positions):
+def test_model_computes_in_the_dtype_of_its_cast_state(port, tie, positions):
     overrides = {"tie_embeddings": tie, "position_encoding": positions, "output_bias": True}
     for before, after in (("float32", "bfloat16"), ("float32", "float64"), ("float64", "float32")):
         model, expected = build(port, before, **overrides), build(port, after, **overrides)
@@ -46,7 +46,7 @@ def test_a_model_computes_in_the_dtype_its_state_is_cast_to(port, tie, positions
         np.testing.assert_array_equal(found.nbest_scores, right.nbest_scores)
 
 
-def test_a_loaded_model_without_rngs_does_not_drop_in_silence(port):
+def test_loaded_model_without_rngs_raises_in_training_mode(port):
     """Dropout requires ``rngs``, because two models with the same implicit seed would drop the same values."""
     config = tiny_config(**ONE_LAYER, dropout=RATES)
     model = port.package.Transformer.from_weights(config, random_weights(config))
@@ -60,7 +60,7 @@ def test_a_loaded_model_without_rngs_does_not_drop_in_silence(port):
     assert found[1].loss == expected[1].loss
 
 
-def test_rngs_may_be_an_old_key(port):
+def test_rngs_accept_a_legacy_key(port):
     import jax
 
     config = tiny_config(**ONE_LAYER)
@@ -71,7 +71,7 @@ def test_rngs_may_be_an_old_key(port):
 # --- Scores ---
 
 
-def test_a_score_has_no_dropout_in_train_mode(port):
+def test_scores_have_no_dropout_in_training_mode(port):
     model = build(port, dropout=RATES)
     expected = port.package.score(model, SOURCE, LABELS)
     model.train()
@@ -80,7 +80,7 @@ def test_a_score_has_no_dropout_in_train_mode(port):
     assert not model.dropout.deterministic
 
 
-def test_a_score_is_compiled_and_differentiated(port):
+def test_scores_can_be_jitted_and_differentiated(port):
     """In training mode and under jit, scores match the cross-entropy without dropout and label smoothing."""
     from flax import nnx
 
@@ -102,7 +102,7 @@ class Reference:
     name, package = "numpy", ref
 
 
-def test_a_model_of_something_else_is_refused(port):
+def test_object_of_another_type_is_rejected_as_model(port):
     from flax import nnx
 
     package, model = port.package, build(port)
@@ -149,7 +149,7 @@ def test_prefix_ids_accept_arrays_of_other_frameworks(port):
 # --- Modified parameters ---
 
 
-def test_frozen_variables_are_not_trained_in_silence(port):
+def test_frozen_variables_are_rejected_by_the_trainer(port):
     import optax
     from flax import nnx
 

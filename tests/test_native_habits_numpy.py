@@ -358,13 +358,13 @@ def shortened():
 
 
 @pytest.mark.parametrize("habit", WORKS)
-def test_habit_works(habit, tmp_path, monkeypatch):
+def test_habit_gives_the_expected_result(habit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     WORKS[habit]()
 
 
 @pytest.mark.parametrize("habit", REFUSED)
-def test_habit_is_refused(habit):
+def test_habit_raises_a_helpful_error(habit):
     call, message = REFUSED[habit]
     with pytest.raises((TypeError, ValueError, AttributeError), match=re.escape(message)):
         call()

@@ -33,7 +33,7 @@ def functional(port):
 
 
 @pytest.mark.parametrize("method", ["train_step", "gradient"])
-def test_a_traced_step_is_refused(port, method):
+def test_traced_training_step_is_rejected(port, method):
     """A traced step would increment the step number only once and always use the first learning rate."""
     import tensorflow as tf
 
@@ -45,7 +45,7 @@ def test_a_traced_step_is_refused(port, method):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_trainer_is_not_copied(port, duplicate, steps):
+def test_copying_a_trainer_is_rejected(port, duplicate, steps):
     """A copied trainer would update variables that don't belong to its model."""
     trainer = port.package.Trainer(build(port), SETTINGS)
     for _ in range(steps):
@@ -69,7 +69,7 @@ def test_changed_settings_apply_to_the_next_step(port):
 
 
 @pytest.mark.parametrize("kind", ["regularizer", "constraint"])
-def test_a_trainer_refuses_regularizers_and_constraints(port, kind):
+def test_trainer_rejects_regularizers_and_constraints(port, kind):
     import keras
 
     model = build(port)
@@ -80,7 +80,7 @@ def test_a_trainer_refuses_regularizers_and_constraints(port, kind):
         port.package.Trainer(model, SETTINGS)
 
 
-def test_a_regularizer_of_a_frozen_parameter_has_no_effect(port):
+def test_regularizer_of_a_frozen_parameter_has_no_effect(port):
     import keras
 
     model = build(port)
@@ -96,7 +96,7 @@ def test_load_state_rejects_other_types(port):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
-def test_a_loss_does_not_round_labels(port, dtype):
+def test_loss_does_not_round_labels(port, dtype):
     import keras
 
     config = tiny_config(source_vocab_size=1000, target_vocab_size=1000, **ONE_LAYER)
@@ -146,7 +146,7 @@ def test_dropout_follows_the_training_flag_of_an_outer_model(port):
     assert np.abs(np.asarray(outer((SOURCE, TARGET), training=True)) - expected).max() > 0.1
 
 
-def test_dropout_of_each_half_follows_the_layer_around(port):
+def test_encoder_and_decoder_dropout_follow_the_enclosing_layer(port):
     import keras
 
     class Half(keras.layers.Layer):
@@ -217,7 +217,7 @@ def test_eager_only_calls_raise_inside_tf_function(port, call):
 # --- Saving and loading ---
 
 
-def test_a_checkpoint_has_a_replaced_layer(port, tmp_path):
+def test_checkpoint_contains_a_replaced_layer(port, tmp_path):
     import tensorflow as tf
 
     model = build(port, num_encoder_layers=2)
@@ -240,7 +240,7 @@ def test_export_rejects_a_model_with_a_removed_layer(port):
 
 
 @pytest.mark.parametrize(("wrong", "error"), [((3, 5, 5), ValueError), ((3, 1, 5, 4), ValueError), (int, TypeError)])
-def test_an_attention_mask_beside_keras_own_mask_is_checked(port, wrong, error):
+def test_attention_mask_is_validated_next_to_a_keras_mask(port, wrong, error):
     """A mask [B, L, M] would be broadcast over the wrong dimension, the heads."""
     import keras
 
@@ -252,12 +252,12 @@ def test_an_attention_mask_beside_keras_own_mask_is_checked(port, wrong, error):
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_padding_masks_take_lists(port, kind):
+def test_padding_masks_can_be_lists(port, kind):
     np.testing.assert_array_equal(port.package.padding_mask(kind(SOURCE.tolist()), 0), SOURCE != 0)
     np.testing.assert_array_equal(port.package.target_padding_mask(kind(TARGET.tolist()), 0), TARGET != 0)
 
 
-def test_ids_in_variables(port):
+def test_ids_can_be_variables(port):
     import keras
     import tensorflow as tf
 
@@ -269,7 +269,7 @@ def test_ids_in_variables(port):
             model(kind(SOURCE + 100), TARGET)
 
 
-def test_prefixes_in_a_tensor(port):
+def test_prefixes_can_be_tensors(port):
     import tensorflow as tf
 
     model, prefix = build(port), np.array([[3, 4], [5, 0]])
@@ -283,6 +283,6 @@ def test_prefixes_in_a_tensor(port):
     "name", ["EncoderLayer", "DecoderLayer", "MultiHeadAttention", "PositionwiseFeedForward", "LayerNorm"]
 )
 @pytest.mark.parametrize("given", [8, CONFIG.to_dict()])
-def test_a_layer_needs_a_config(port, name, given):
+def test_layer_requires_a_config(port, name, given):
     with pytest.raises(TypeError, match=f"config must be a TransformerConfig: got {type(given).__name__}"):
         getattr(port.package, name)(given, 2)

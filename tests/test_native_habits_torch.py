@@ -51,7 +51,7 @@ def test_positions_are_exact_with_parameters_of_a_functional_call(port):
 
 
 @pytest.mark.parametrize("names", [("first", "second"), ("teacher", "student", "third")])
-def test_a_search_of_several_models_is_refused(port, names):
+def test_module_that_contains_multiple_models_is_rejected(port, names):
     """Otherwise, only the first model would be searched."""
     models = nn.ModuleDict({name: build(port) for name in names})
     with pytest.raises(TypeError, match=f"got ModuleDict with {len(names)}$"):
@@ -73,7 +73,7 @@ def test_scores_have_no_dropout(port):
     assert (model.training, model.encoder.training, model.decoder.training) == (True, False, True)
 
 
-def test_hooks_of_positions_fire_in_a_search(port):
+def test_hooks_of_position_modules_fire_in_a_search(port):
     model = build(port)
     model.target_position.register_forward_hook(lambda module, arguments, output: arguments[0])  # skips positions
     with torch.no_grad():
@@ -88,7 +88,7 @@ class Halved(SinusoidalPosition):
         return x + self.vectors(x.shape[1]).to(x) / 2
 
 
-def test_positions_of_a_subclass_are_decoded(port):
+def test_decode_step_uses_a_subclassed_position_module(port):
     model = build(port)
     model.target_position = Halved(model.config)
     step, _ = model.decode_step(TARGET, model.init_cache(SOURCE, TARGET.shape[1]))
@@ -102,7 +102,7 @@ def test_search_rejects_a_replaced_position_module(port):
         port.package.greedy_search(model, SOURCE)
 
 
-def test_compiled_positions_are_decoded(port):
+def test_search_supports_a_compiled_position_module(port):
     model, expected = build(port), port.package.greedy_search(build(port), SOURCE)
     model.target_position = torch.compile(model.target_position, backend="eager")
     np.testing.assert_array_equal(port.package.greedy_search(model, SOURCE).ids, expected.ids)
@@ -114,13 +114,13 @@ def test_compiled_positions_are_decoded(port):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_ids_are_refused(port, layout):
+def test_nested_ids_are_rejected(port, layout):
     rows = torch.nested.nested_tensor([torch.tensor([5, 6, 7]), torch.tensor([8])], layout=layout)
     with pytest.raises(TypeError, match="source_ids must be a dense tensor"):
         build(port)(rows, TARGET)
 
 
-def test_sparse_ids_are_refused(port):
+def test_sparse_ids_are_rejected(port):
     with pytest.raises(TypeError, match="target_ids must be a dense tensor"):
         build(port)(SOURCE, torch.tensor(TARGET).to_sparse())
 
@@ -191,7 +191,7 @@ def test_replaced_parameters_require_a_new_trainer(port, change, method):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*:UserWarning")
-def test_a_trainer_of_a_quantized_model_does_not_train_a_part(port):
+def test_training_a_quantized_model_raises_value_error(port):
     """Layers that quantize their inputs block gradients, so the norms before them wouldn't be trained."""
     model = build(port, "float32")
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)

@@ -47,7 +47,7 @@ def test_tied_embedding_is_a_single_parameter(port, tie):
     assert len(jax.tree.leaves(gradients)) == len(leaves)
 
 
-def test_deepcopy_and_pickle_of_layers(port):
+def test_layers_can_be_copied_and_pickled(port):
     """Every module in the package can be copied, because none stores a function that can't be pickled."""
     from flax import nnx
 
@@ -64,7 +64,7 @@ def test_deepcopy_and_pickle_of_layers(port):
 # --- Training ---
 
 
-def test_a_clone_between_two_steps_survives(port):
+def test_later_steps_do_not_change_a_clone(port):
     """Users can keep the best model so far as a clone, as arrays, or as exported weights."""
     import jax
     from flax import nnx
@@ -142,7 +142,7 @@ def test_sharded_parameters_keep_their_sharding_in_training():
 
 
 @pytest.mark.parametrize("name", tiers.first_alone(["adamw", "adafactor", "lion"], "optimizers"))
-def test_any_optax_optimizer(port, name):
+def test_any_optax_optimizer_reduces_the_loss(port, name):
     """Any Optax optimizer works with our loss under jit, including a schedule, clipping, and a mask."""
     import jax
     import optax
@@ -169,7 +169,7 @@ def test_any_optax_optimizer(port, name):
     assert found[-1] < 0.9 * found[0]
 
 
-def test_orbax_saves_and_restores(port, tmp_path):
+def test_orbax_checkpoint_round_trips(port, tmp_path):
     import orbax.checkpoint as ocp
     from flax import nnx
 
@@ -195,7 +195,7 @@ def test_decode_step_does_not_modify_its_cache(port):
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_copies(port, way):
+def test_copied_and_pickled_models_preserve_weights_and_ties(port, way):
     model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), device="cpu", precision="highest")
     twin = way(model)
     assert twin.source_embedding is twin.target_embedding
@@ -204,7 +204,7 @@ def test_copies(port, way):
     assert_same_bits(model.export_weights(), random_weights(CONFIG))
 
 
-def test_precision_is_the_models_own(port):
+def test_precision_applies_only_to_the_matmuls_of_the_model(port):
     """A model's ``precision`` applies only to its own matmuls, forward and backward. None uses the global setting."""
     import jax
     from flax import nnx
@@ -225,7 +225,7 @@ def test_precision_is_the_models_own(port):
             assert jax.config.jax_default_matmul_precision is None
 
 
-def test_the_norm_of_a_gradient_is_exact(port):
+def test_gradient_norm_ignores_the_matmul_precision(port):
     """The gradient norm scales every update, so it ignores the matmul precision of the process and the model."""
     import jax
 
@@ -234,7 +234,7 @@ def test_the_norm_of_a_gradient_is_exact(port):
     assert re.findall(r"precision=\(?([\w.]+)", text) == ["Precision.HIGHEST"] * 2
 
 
-def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+def test_loading_a_model_does_not_initialize_weights(port, monkeypatch):
     import jax
     from flax import nnx
 
@@ -255,7 +255,7 @@ def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
 
 
 @pytest.mark.extended("habits")
-def test_strict_promotion(port):
+def test_model_works_with_strict_dtype_promotion(port):
     """JAX never has to promote two dtypes to a third, except in Flax's LayerNorm if the dtype isn't float32."""
     import jax
 
@@ -268,7 +268,7 @@ def test_strict_promotion(port):
         port.package.beam_search(model, SOURCE, max_length=3)
 
 
-def test_shapes_without_computing(port):
+def test_eval_shape_returns_shapes_without_computing(port):
     from flax import nnx
 
     model = build(port, "float64")
@@ -278,7 +278,7 @@ def test_shapes_without_computing(port):
     assert_same_bits(abstract.export_weights(), random_weights(CONFIG))
 
 
-def test_export_and_import(port):
+def test_exported_model_runs_without_the_package(port):
     """A model exported as StableHLO runs without this package, for any batch size but only for fixed lengths.
 
     Lengths are fixed because NumPy computes the positional encodings for each length.
@@ -314,7 +314,7 @@ def test_compiled_calls_make_no_implicit_transfers(port):
 
 
 @pytest.mark.extended("habits")
-def test_ensemble(port):
+def test_stacked_models_run_as_one(port):
     """Multiple models with the same config can be stacked and run as one."""
     import jax
     from flax import nnx
@@ -432,7 +432,7 @@ def test_all_arrays_are_on_the_device_of_the_model():
     run_alone(TWO_DEVICES, XLA_FLAGS=flags)
 
 
-def test_a_memory_is_copied(port):
+def test_memory_is_not_affected_by_later_changes_to_the_array(port):
     """Later changes to the caller's array don't affect the memory."""
     memory = np.zeros(2 * 4 * 24 + 16)
     memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # JAX could alias it

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.only("tf")
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 @pytest.mark.parametrize("suffix", [".weights.h5", ".weights.json", ".keras"])
-def test_weights_of_more_layers_are_not_loaded_in_part(port, side, suffix, tmp_path):
+def test_weights_with_additional_layers_are_rejected(port, side, suffix, tmp_path):
     """By default, Keras ignores additional layers in a file, so the model must report them."""
     layers = f"num_{side}_layers"
     saved, model = build(port, **{layers: 3}), build(port, **{layers: 2})

@@ -37,7 +37,7 @@ def add_adapter(model):
 
 @pytest.mark.parametrize("tie", ["all", "none"])
 @pytest.mark.parametrize("fast", [False, True])
-def test_layers_are_flax_own(port, tie, fast):
+def test_layers_have_flax_types(port, tie, fast):
     from flax import nnx
 
     config = CONFIG.replace(tie_embeddings=tie, position_encoding="learned")
@@ -64,7 +64,7 @@ def test_export_merges_adapters(port):
     np.testing.assert_array_equal(searched.ids, port.package.greedy_search(again, SOURCE, max_length=4).ids)
 
 
-def test_training_refuses_adapters(port):
+def test_training_rejects_adapters(port):
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)
     add_adapter(model)
@@ -105,7 +105,7 @@ def test_unsupported_layers_and_parameters_are_rejected(port):
         model.export_weights()
 
 
-def test_native_dtypes(port):
+def test_jax_dtypes_are_accepted_as_arguments(port):
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -121,7 +121,7 @@ def test_native_dtypes(port):
             port.package.Transformer.from_weights(CONFIG, weights, dtype=dtype)
 
 
-def test_native_devices(port):
+def test_jax_devices_are_accepted_as_arguments(port):
     import jax
 
     weights = random_weights(CONFIG)
@@ -162,12 +162,12 @@ assert model.device == device and model(np.array([[5]]), np.array([[1]])).device
 """
 
 
-def test_loading_never_switches_float64_on(tmp_path):
+def test_loading_never_enables_float64(tmp_path):
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     run_alone(WITHOUT_FLOAT64.format(path=tmp_path / "model.safetensors"), JAX_ENABLE_X64="0", XLA_FLAGS=flags)
 
 
-def test_rngs_are_streams_a_key_or_a_seed(port):
+def test_rngs_can_be_streams_a_key_or_a_seed(port):
     import jax
     from flax import nnx
 
@@ -179,7 +179,7 @@ def test_rngs_are_streams_a_key_or_a_seed(port):
             port.package.Transformer(CONFIG, rngs=rngs)
 
 
-def test_loaded_models_drop_by_their_seed(port):
+def test_dropout_of_loaded_models_depends_on_the_seed(port):
     from flax import nnx
 
     config, found = CONFIG.replace(dropout={**NO_DROPOUT, "residual": 0.5}), []
@@ -192,7 +192,7 @@ def test_loaded_models_drop_by_their_seed(port):
     assert min(np.abs(a - b).max() for a, b in ((zero, seven), (zero, eight), (seven, eight))) > 1e-3
 
 
-def test_wrong_types_are_named(port):
+def test_wrong_types_are_named_in_the_error(port):
     model = build(port)
     for call, message in (
         (lambda: port.package.Transformer({}, rngs=0), "config must be a TransformerConfig: got dict"),
@@ -205,7 +205,7 @@ def test_wrong_types_are_named(port):
             call()
 
 
-def test_search_inside_jit_is_refused(port):
+def test_search_inside_jit_is_rejected(port):
     import jax
     from flax import nnx
 
@@ -217,7 +217,7 @@ def test_search_inside_jit_is_refused(port):
             nnx.jit(lambda model, search=search: search(model, SOURCE).ids)(model)
 
 
-def test_names_of_parameters(port):
+def test_exported_names_do_not_depend_on_flax_names(port):
     """Canonical names don't depend on Flax's parameter names."""
     config = CONFIG.replace(tie_embeddings="none", position_encoding="learned")
     model = port.package.Transformer.from_weights(config, random_weights(config))
@@ -225,7 +225,7 @@ def test_names_of_parameters(port):
     assert_same_bits(model.export_weights(), random_weights(config))
 
 
-def test_an_export_for_a_gpu_has_no_loops(port):
+def test_gpu_export_has_no_loops(port):
     """Only CPU exports process queries in blocks, regardless of the machine that exports the model."""
     import jax
 

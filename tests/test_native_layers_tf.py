@@ -46,7 +46,7 @@ def test_quantize_changes_every_dense_layer_and_table(port, tie):
     assert port.package.greedy_search(model, SOURCE, 4).ids.shape == (2, 4)
 
 
-def test_weights_of_a_quantized_model_are_not_exported(port):
+def test_exporting_a_quantized_model_is_rejected(port):
     model = build(port, dtype="float32")
     model.quantize("int8")
     for refused in (
@@ -58,7 +58,7 @@ def test_weights_of_a_quantized_model_are_not_exported(port):
             refused()
 
 
-def test_a_replaced_layer_is_not_exported(port):
+def test_exporting_a_replaced_layer_is_rejected(port):
     import keras
 
     class Scaled(keras.layers.Dense):
@@ -76,7 +76,7 @@ def test_a_replaced_layer_is_not_exported(port):
         model.export_weights()
 
 
-def test_a_parameter_without_a_canonical_name_is_not_dropped(port):
+def test_export_rejects_parameters_without_a_canonical_name(port):
     import keras
 
     model = build(port)
@@ -89,7 +89,7 @@ def test_a_parameter_without_a_canonical_name_is_not_dropped(port):
     assert model.export_weights()
 
 
-def test_low_rank_adaptation_of_the_embeddings(port):
+def test_exported_embeddings_include_the_low_rank_adapter(port):
     """Keras adds the low-rank product to the embedding matrix, even for a tied output, and exports the sum."""
     model, plain = build(port, tie_embeddings="all"), build(port, tie_embeddings="all")
     model.source_embedding.table.enable_lora(2)
@@ -147,7 +147,7 @@ def test_encoder_layers_follow_the_mask_of_their_input(port, kind):
     np.testing.assert_allclose(port.to_numpy(pooled), expected.mean(1), atol=1e-5)
 
 
-def test_a_mask_of_scores_is_called_attention_mask(port):
+def test_score_mask_is_passed_as_attention_mask(port):
     with pytest.raises(ValueError, match=r"mask must have shape \[batch, length\]: got \(1, 1, 4, 4\). Pass it as"):
         port.package.EncoderLayer(CONFIG)(random_vectors(4), mask=np.ones((1, 1, 4, 4), bool))
 
@@ -235,7 +235,7 @@ def test_recomputed_layers_keep_the_mask_of_their_input(port):
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "mixed_bfloat16"])
-def test_native_dtypes(port, name):
+def test_dtypes_and_policies_of_keras_are_accepted(port, name):
     import keras
     import ml_dtypes
     import tensorflow as tf
@@ -251,7 +251,7 @@ def test_native_dtypes(port, name):
 
 
 @pytest.mark.parametrize("place", ["cpu", "CPU", "CPU:0", "/CPU:0", "/device:CPU:0", "logical"])
-def test_native_devices(port, place):
+def test_device_names_of_the_framework_are_accepted(port, place):
     import tensorflow as tf
 
     device = tf.config.list_logical_devices("CPU")[0] if place == "logical" else place
@@ -270,7 +270,7 @@ def test_native_devices(port, place):
         ({"device": "gpu:7"}, RuntimeError, "no GPU"),
     ],
 )
-def test_unknown_dtypes_and_devices_are_errors(port, options, error, message):
+def test_unknown_dtypes_and_devices_raise_an_error(port, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         port.package.Encoder.from_weights(CONFIG, random_weights(CONFIG), **options)
 
@@ -289,7 +289,7 @@ def fitted(port, loss, smoothing=0.0, epochs=1):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_fit_with_the_models_own_loss(port, smoothing):
+def test_fit_works_with_the_cross_entropy_of_the_package(port, smoothing):
     model, losses = fitted(port, port.package.CrossEntropy, smoothing, epochs=5)
     fresh = port.package.Transformer.from_weights(model.config, random_weights(model.config))
     total, tokens = port.package.cross_entropy(fresh(SOURCE, TARGET), LABELS, model.config)
@@ -297,7 +297,7 @@ def test_fit_with_the_models_own_loss(port, smoothing):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_fit_takes_the_step_of_the_gradient(port):
+def test_fit_takes_the_same_step_as_the_gradient(port):
     model, _ = fitted(port, port.package.CrossEntropy, 0.1)
     before = random_weights(model.config)
     fresh = port.package.Transformer.from_weights(model.config, before)
@@ -313,12 +313,12 @@ def test_fit_takes_the_step_of_the_gradient(port):
         lambda port: lambda config: lambda y, p: port.package.cross_entropy(p, y, config)[0],
     ],
 )
-def test_the_function_as_a_loss_names_the_class(port, loss):
+def test_passing_the_loss_function_suggests_the_loss_class(port, loss):
     with pytest.raises(TypeError, match=r"use loss=CrossEntropy\(model\.config\)"):
         fitted(port, loss(port))
 
 
-def test_a_compiled_model_is_saved_and_loaded(port, tmp_path):
+def test_compiled_model_can_be_saved_and_loaded(port, tmp_path):
     import keras
 
     model, _ = fitted(port, port.package.CrossEntropy, 0.1)
@@ -330,7 +330,7 @@ def test_a_compiled_model_is_saved_and_loaded(port, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Transformer", "Encoder"])
-def test_a_saved_model_has_a_serving_signature(port, kind, tmp_path):
+def test_saved_model_has_a_serving_signature(port, kind, tmp_path):
     import tensorflow as tf
 
     model = getattr(port.package, kind).from_weights(CONFIG, random_weights(CONFIG))
@@ -361,7 +361,7 @@ def test_invalid_token_id_inputs_raise_clear_errors(port):
             call()
 
 
-def test_a_search_in_a_function_is_an_error(port):
+def test_search_inside_a_function_raises_an_error(port):
     import tensorflow as tf
 
     model = build(port)

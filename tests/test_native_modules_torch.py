@@ -11,7 +11,7 @@ from native_models import ONE_LAYER, SOURCE, TARGET, assert_close, build
 
 
 @pytest.mark.only("torch")
-def test_torch_state_dict(port, tmp_path):
+def test_torch_state_dict_round_trips(port, tmp_path):
     import torch
 
     model = build(port, tie_embeddings="target_output", output_bias=True, position_encoding="learned")
@@ -23,7 +23,7 @@ def test_torch_state_dict(port, tmp_path):
 
 
 @pytest.mark.only("torch")
-def test_torch_to(port):
+def test_torch_to_converts_the_dtype(port):
     import torch
 
     config = tiny_config(**ONE_LAYER)
@@ -37,7 +37,7 @@ def test_torch_to(port):
 
 
 @pytest.mark.only("torch")
-def test_torch_compiles_without_a_break(port):
+def test_torch_compiles_without_graph_breaks(port):
     import torch
 
     model = build(port)
@@ -51,7 +51,7 @@ def test_torch_compiles_without_a_break(port):
 
 
 @pytest.mark.only("torch")
-def test_torch_deepcopy(port):
+def test_torch_deepcopy_preserves_ties_and_weights(port):
     model = build(port)
     twin = copy.deepcopy(model)
     assert twin.source_embedding is twin.target_embedding

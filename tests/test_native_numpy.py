@@ -45,7 +45,7 @@ def test_tied_embedding_is_a_single_array(tie, copied):
 
 
 @pytest.mark.extended("dtypes", "jax", "tf")
-def test_numpy_integers_are_integers(backend):
+def test_numpy_integers_are_accepted_as_integers(backend):
     sizes = {"d_model": np.int64(8), "num_heads": np.uint8(2), "d_ff": np.array(6), "max_length": np.int32(9)}
     config = tiny_config(**ONE_LAYER, **sizes, layer_norm_epsilon=np.float32(1e-6), label_smoothing=np.float64(0.1))
     assert type(config.d_model) is type(config.d_k) is type(config.d_ff) is int
@@ -59,7 +59,7 @@ def test_numpy_integers_are_integers(backend):
     assert found.ids.shape[0] == 2
 
 
-def test_numpy_numbers_in_settings():
+def test_numpy_numbers_in_settings_become_python_numbers():
     settings = TrainingConfig(warmup_steps=np.int64(7), beta1=np.float32(0.5), clip_norm=np.float64(1.0))
     assert (type(settings.warmup_steps), type(settings.beta1), type(settings.clip_norm)) == (int, float, float)
     assert TrainingConfig.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
@@ -92,7 +92,7 @@ def kinds_of(array, directory):
     yield "subclass", array.view(Tagged)
 
 
-def test_arrays_of_every_kind(tmp_path):
+def test_arrays_of_every_kind_give_the_same_results(tmp_path):
     model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
     masks = SOURCE != 0, TARGET != 0
     memory = model.encode(SOURCE)
@@ -128,14 +128,14 @@ def test_training_does_not_modify_its_inputs():
     trainer.train_step(SOURCE, TARGET, LABELS)
 
 
-def test_copies():
+def test_copied_and_pickled_models_preserve_weights_and_ties():
     model = build()
     twin = pickle.loads(pickle.dumps(model))
     assert twin.source_embedding is twin.target_embedding
     np.testing.assert_array_equal(twin(SOURCE, TARGET), model(SOURCE, TARGET))
 
 
-def test_threads_share_a_model():
+def test_threads_can_share_a_model():
     """Threads can run the same model at the same time with different sentences and lengths."""
     model, rng = build(), np.random.default_rng(0)
     batches = [rng.integers(3, 37, size=(2, length)) for length in rng.permutation(np.repeat(np.arange(2, 25), 4))]
@@ -165,7 +165,7 @@ def test_global_numpy_state_is_not_modified():
     assert np.geterr() == handling
 
 
-def test_fast_adam_updates_wide_rows_as_the_formulas_do():
+def test_fast_adam_matches_the_formulas_for_wide_rows():
     """A row can exceed the block size of fast Adam, for example in the output kernel of a large vocabulary."""
     rng, settings, taken = np.random.default_rng(0), TrainingConfig(), []
     start, gradient = ({"kernel": array} for array in rng.normal(size=(2, 3, fast.PIECE + 1)))
@@ -184,7 +184,7 @@ def test_fast_adam_updates_wide_rows_as_the_formulas_do():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
-def test_a_dtype_in_every_spelling(dtype):
+def test_every_spelling_of_a_dtype_is_accepted(dtype):
     config = tiny_config(**ONE_LAYER)
     built = ref.Transformer(config, dtype), ref.Transformer.from_weights(config, random_weights(config), dtype)
     assert {array.dtype for model in built for array in model.export_weights().values()} == {np.dtype(np.float32)}
@@ -219,7 +219,7 @@ def test_rng_must_be_a_numpy_generator(rng, rate):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swish"])
-def test_probabilities_may_underflow(activation, dtype, fast):
+def test_underflow_of_probabilities_raises_no_error(activation, dtype, fast):
     config = tiny_config(**ONE_LAYER, activation=activation)
     weights = {name: 20 * array for name, array in random_weights(config).items()}
     weights["encoder.layers.0.feed_forward.inner_proj.bias"][:] = -1e-300  # underflows in float32
@@ -240,7 +240,7 @@ def test_probabilities_may_underflow(activation, dtype, fast):
         ref.scaled_dot_product_attention(big, big, big)
 
 
-def test_masked_memory_and_labels_are_refused():
+def test_masked_memory_and_labels_are_rejected():
     model, remedy = build(), r"must be a plain array: got a masked array; call \.filled\(value\) first$"
     with pytest.raises(TypeError, match=f"^memory {remedy}"):
         model.decode(TARGET, np.ma.array(model.encode(SOURCE)), SOURCE)
@@ -248,7 +248,7 @@ def test_masked_memory_and_labels_are_refused():
         ref.gradients(model, SOURCE, TARGET, np.ma.masked_equal(LABELS, 0))
 
 
-def test_a_model_of_something_else():
+def test_object_of_another_type_is_rejected_as_model():
     weights = build().export_weights()
     for call in (
         lambda: ref.gradients(weights, SOURCE, TARGET, LABELS),
@@ -258,7 +258,7 @@ def test_a_model_of_something_else():
             call()
 
 
-def test_an_assigned_array_is_computed_with_exported_and_trained():
+def test_assigned_array_is_used_exported_and_trained():
     model = build()
     trainer = ref.Trainer(model, TrainingConfig(warmup_steps=10))
     layer, table = model.encoder.layers[0].feed_forward.inner_proj, np.full((37, 24), 0.5)
@@ -278,7 +278,7 @@ def test_export_rejects_layer_counts_that_contradict_the_config():
             model.export_weights()
 
 
-def test_arguments_in_the_wrong_place():
+def test_swapped_arguments_raise_type_error():
     model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
     mapping = "must be a mapping of names to arrays, as export_weights() returns it: got"
     for function, arguments, message in (
@@ -294,7 +294,7 @@ def test_arguments_in_the_wrong_place():
     assert ref.cross_entropy(logits.tolist(), LABELS, model.config) == ref.cross_entropy(logits, LABELS, model.config)
 
 
-def test_a_model_without_weights_is_not_trained():
+def test_training_a_model_without_weights_is_rejected():
     """All matrices of such a model are zero, and some gradients would remain zero."""
     message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
     with pytest.raises(ValueError, match=message):

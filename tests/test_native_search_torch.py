@@ -18,7 +18,7 @@ pytestmark = pytest.mark.only("torch")
 
 
 @pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
-def test_gradients_while_a_search_shows_its_steps(port, search):
+def test_search_callback_can_compute_gradients(port, search):
     """The memory layouts and the inference mode of a search don't affect its callbacks."""
     model, found = build(port, "float32"), []
 
@@ -34,7 +34,7 @@ def test_gradients_while_a_search_shows_its_steps(port, search):
         assert all(map(torch.equal, during, found[0]))
 
 
-def test_two_searches_and_a_trainer_at_a_time(port):
+def test_concurrent_searches_and_training_do_not_interfere(port):
     """Threads that share a model get the same results as one thread, and the model remains in training mode."""
     model = build(port, "float32").train()
     expected, modes = port.package.beam_search(model, SOURCE, max_length=12), []
@@ -54,7 +54,7 @@ def test_two_searches_and_a_trainer_at_a_time(port):
     assert all(modes)
 
 
-def test_tokens_of_a_search_are_not_read_back(port, monkeypatch):
+def test_search_does_not_copy_its_tokens_to_the_host(port, monkeypatch):
     """A search doesn't validate its own tokens, because that would require a copy to the host in each step."""
     runtime, read = port.package.runtime, []
     check = runtime.check_ids
@@ -117,7 +117,7 @@ def test_search_runs_wrapped_layers_in_inference_mode(port, change, part):
     torch.compiler.reset()
 
 
-def test_a_search_with_a_compiled_model(port):
+def test_search_with_a_compiled_model_matches_the_plain_model(port):
     model, plain = dropped_out(port)
     found = port.package.greedy_search(torch.compile(model, backend="eager"), SOURCE, max_length=6)
     np.testing.assert_array_equal(found.ids, port.package.greedy_search(plain, SOURCE, max_length=6).ids)

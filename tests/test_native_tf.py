@@ -156,12 +156,12 @@ for name, array in alone.export_weights().items():
 
 
 @pytest.mark.extended("strategies")
-def test_training_under_a_mirrored_strategy():
+def test_training_under_a_mirrored_strategy_matches_one_device():
     """A model whose variables are mirrored on two devices learns the same as a model on one device."""
     run_alone(MIRRORED)
 
 
-def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+def test_loading_a_model_does_not_initialize_weights(port, monkeypatch):
     import keras
 
     def draw(self, shape, dtype=None):
@@ -179,7 +179,7 @@ def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["model", "trainer", "mesh"])
-def test_a_model_is_trained_on_the_devices_it_was_made_for(port, what):
+def test_trainer_rejects_a_model_from_a_different_strategy_scope(port, what):
     """Variables have one copy per device, and the optimizer must update all of them."""
     import tensorflow as tf
 
@@ -201,7 +201,7 @@ def close(port, got, expected, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_saved_and_loaded(port, policy, tmp_path):
+def test_saving_and_loading_preserves_the_dtype_policy(port, policy, tmp_path):
     """Saving and loading preserves the policy and thus the dtype of the variables."""
     import keras
 
@@ -214,7 +214,7 @@ def test_saved_and_loaded(port, policy, tmp_path):
     np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
 
 
-def test_tensorflows_own_checkpoint(port, tmp_path):
+def test_tensorflow_checkpoint_restores_all_variables(port, tmp_path):
     """TensorFlow's checkpoint doesn't search lists of layers and would silently omit their variables."""
     import tensorflow as tf
 
@@ -225,7 +225,7 @@ def test_tensorflows_own_checkpoint(port, tmp_path):
     assert_same_bits(fresh.export_weights(), model.export_weights())
 
 
-def test_low_rank_adaptation(port):
+def test_exported_weights_include_the_low_rank_adapter(port):
     """Keras adds the low-rank product to a kernel, and exported weights include the sum."""
     model, plain = build(port), build(port)
     port.package.greedy_search(model, SOURCE, 4)  # traces the model before the layer is changed
@@ -282,7 +282,7 @@ def symbolic(model, form):
 
 
 @pytest.mark.parametrize("form", tiers.first_alone(["arguments", "list", "dict"], "forms"))
-def test_functional_model(port, form, tmp_path):
+def test_functional_model_matches_and_round_trips(port, form, tmp_path):
     import keras
 
     model = build(port, dtype="float32")
@@ -297,7 +297,7 @@ def test_functional_model(port, form, tmp_path):
 
 
 @pytest.mark.parametrize("form", tiers.first_alone(["data", "dict with masks", "dict", "tuple", "functional"], "forms"))
-def test_fit_evaluate_and_predict(port, form):
+def test_fit_evaluate_and_predict_accept_every_form_of_input(port, form):
     import keras
     import tensorflow as tf
 
@@ -324,7 +324,7 @@ def test_fit_evaluate_and_predict(port, form):
 
 
 @pytest.mark.extended("habits")
-def test_exported(port, tmp_path):
+def test_saved_model_runs_without_the_package(port, tmp_path):
     """A SavedModel runs without this package. Without a signature, Keras assumes that inputs are floats."""
     import keras
     import tensorflow as tf
@@ -374,7 +374,7 @@ def test_encoder_layer_works_in_a_custom_keras_model(port, tmp_path):
     close(port, keras.models.load_model(tmp_path / "model.keras")(values), model(values))
 
 
-def test_summary_and_clone(port, capsys):
+def test_summary_counts_parameters_and_clone_keeps_the_config(port, capsys):
     import keras
 
     model = build(port, dtype="float32")
@@ -387,7 +387,7 @@ def test_summary_and_clone(port, capsys):
 
 
 @pytest.mark.extended("habits")
-def test_jit_compile(port):
+def test_jit_compiled_predictions_match_the_plain_call(port):
     import keras
 
     model = build(port, dtype="float32")
@@ -449,7 +449,7 @@ assert not tf.config.experimental.tensor_float_32_execution_enabled()
 
 
 @pytest.mark.extended("places")
-def test_scopes_of_devices_and_strategies_are_respected():
+def test_device_and_strategy_scopes_are_respected():
     run_alone(PLACES)
 
 
@@ -467,7 +467,7 @@ def test_mask_keyword_works_with_structured_inputs(port, form):
 
 
 @pytest.mark.parametrize("source", [[[5, 6], [8, 9]], ([5, 6], [8, 9]), np.array([[5, 6], [8, 9]]), []])
-def test_a_forgotten_target_is_an_error(port, source):
+def test_omitted_target_raises_an_error(port, source):
     """A list of source rows must not be mistaken for a list of arguments."""
     with pytest.raises(TypeError, match=r"target_ids must be given: call model"):
         build(port)(source)

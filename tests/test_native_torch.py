@@ -45,14 +45,14 @@ def test_tied_embedding_is_a_single_parameter(port, tie, way):
     assert table.grad.abs().sum() > 0
 
 
-def test_a_new_model_without_ties_has_two_tables_and_a_matrix(port):
+def test_new_untied_model_has_two_embeddings_and_an_output_matrix(port):
     """The model has its initial values, because loading weights would create new parameters."""
     model = port.package.Transformer(tiny_config(tie_embeddings="none"))
     assert model.output_proj.weight is not model.target_embedding.weight
     assert sum(p.numel() for p in model.parameters()) == ref.count_parameters(model.config)
 
 
-def test_a_tied_table_of_a_model_on_the_meta_device(port):
+def test_tied_embedding_survives_the_meta_device(port):
     """Large models are usually created without memory, then allocated, and only then filled with values."""
     with torch.device("meta"):
         model = port.package.Transformer(tiny_config(tie_embeddings="target_output"), "float64")
@@ -65,7 +65,7 @@ def test_a_tied_table_of_a_model_on_the_meta_device(port):
 
 @pytest.mark.parametrize("way", ["as built", "deepcopy", "pickle"])
 @pytest.mark.parametrize("tie", ["target_output", "all"])
-def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device(port, tie, way):
+def test_state_dict_can_be_assigned_to_a_model_on_the_meta_device(port, tie, way):
     """Assigning a state dict preserves ties and positional encodings, which the state dict doesn't contain."""
     expected = build(port, tie_embeddings=tie)
     with torch.device("meta"):
@@ -106,7 +106,7 @@ class Dtypes(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_positions_are_not_computed_again(port):
+def test_cached_positional_encodings_are_not_recomputed(port):
     module = port.package.fast.FastSinusoidalPosition(tiny_config())
     with Dtypes() as dtypes:
         result = module(torch.zeros(1, 5, 24))
@@ -139,7 +139,7 @@ def test_positions_are_compiled_and_exported_for_any_length(position):
     torch.compiler.reset()
 
 
-def test_positions_without_data(position):
+def test_positions_work_on_meta_and_fake_tensors(position):
     """Positional encodings work on the meta device, which rejects tensors on the host, and in FakeTensorMode."""
     from torch._subclasses import FakeTensorMode
 
@@ -153,7 +153,7 @@ def test_positions_without_data(position):
         assert module(torch.zeros(1, 5, 24)).shape == (1, 5, 24)
 
 
-def test_positions_are_copied(position):
+def test_position_modules_can_be_copied_and_pickled(position):
     module = position(tiny_config())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(twin(torch.zeros(1, 5, 24)), encoded(5), rtol=0, atol=0)
@@ -217,7 +217,7 @@ assert not {"sympy", "torch._dynamo"} & set(sys.modules)
 """
 
 
-def test_weights_are_loaded_without_sympy():
+def test_loading_weights_does_not_import_sympy():
     """Loading weights imports neither sympy nor the compiler that requires it, which saves 0.3 seconds and 35 MiB."""
     run_alone(LEAN)
 
@@ -225,7 +225,7 @@ def test_weights_are_loaded_without_sympy():
 # --- Unusual arrays ---
 
 
-def test_arrays_with_any_strides(port):
+def test_arrays_with_any_strides_give_the_same_results(port):
     model, mask = build(port), SOURCE != 0
     expected = model(SOURCE, TARGET, mask)
     for turned in (lambda x: x[:, ::-1].copy()[:, ::-1], lambda x: x[::-1].copy()[::-1], np.asfortranarray):
@@ -255,7 +255,7 @@ def test_default_device_is_respected(port):
         assert build(port).device.type == "meta"
 
 
-def test_meta_device(port):
+def test_meta_model_returns_shapes(port):
     """The meta device has no values and, like a GPU, rejects tensors on the host."""
     model = build(port).to("meta")
     for source, target in ((SOURCE, TARGET), (torch.tensor(SOURCE, device="meta"), torch.tensor(TARGET))):
@@ -269,7 +269,7 @@ def test_meta_device(port):
         cache.self_mask & torch.ones(4, 1, 1, 3, dtype=torch.bool)
 
 
-def test_fake_tensors(port):
+def test_fake_tensors_are_supported(port):
     """Tools use fake tensors to infer shapes and memory use.
 
     Only CPU tensors are tested, because a torch build without CUDA can't index fake GPU tensors.
@@ -289,7 +289,7 @@ def test_fake_tensors(port):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
-def test_gradients_of_each_sentence(port):
+def test_per_sentence_gradients_match_separate_backward_passes(port):
     from torch.func import functional_call, grad, vmap
 
     model = build(port)
@@ -307,7 +307,7 @@ def test_gradients_of_each_sentence(port):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # from torch
-def test_transforms_of_a_function_of_the_parameters(port):
+def test_functional_transforms_of_the_parameters_are_supported(port):
     """The IDs aren't arguments of the function, and a transform doesn't allow reading their memory."""
     from torch.func import functional_call, grad, jvp
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -340,7 +340,7 @@ SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repe
 
 
 @pytest.mark.parametrize("strict", tiers.first_alone([False, True], "forms"))
-def test_export_with_dynamic_sizes(port, strict):
+def test_exported_program_supports_dynamic_sizes(port, strict):
     model = build(port)
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
     shapes = ({0: batch, 1: source}, {0: batch, 1: target})
@@ -351,7 +351,7 @@ def test_export_with_dynamic_sizes(port, strict):
 
 @pytest.mark.extended("habits", "torch")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from torch
-def test_compiled_with_inductor_as_one_graph(port):
+def test_inductor_compiles_the_model_to_one_graph(port):
     model = build(port)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for given in SIZES:
@@ -361,7 +361,7 @@ def test_compiled_with_inductor_as_one_graph(port):
 
 @pytest.mark.extended("habits", "torch")
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning", "ignore:# The axis name:UserWarning")
-def test_onnx_with_dynamic_sizes(port, tmp_path):
+def test_onnx_model_supports_dynamic_sizes(port, tmp_path):
     import onnxruntime
 
     # The exporter would round the square root of d_model, a Python float, to float32.

@@ -38,7 +38,7 @@ def process_group(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2, "clip_norm": 0.1}])
-def test_distributed_data_parallel(port, process_group, settings):
+def test_distributed_data_parallel_matches_one_process(port, process_group, settings):
     """DistributedDataParallel works around a model and in a trainer: its hooks reduce each gradient."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -66,7 +66,7 @@ def test_distributed_data_parallel(port, process_group, settings):
 
 
 @pytest.mark.extended("plans")
-def test_distributed_data_parallel_of_two_processes(port, tmp_path):
+def test_distributed_data_parallel_averages_gradients_of_two_processes(port, tmp_path):
     """The gradient is averaged over processes with different rows, in a custom loop and in a trainer."""
     from parallel_torch import run
 
@@ -83,7 +83,7 @@ def test_distributed_data_parallel_of_two_processes(port, tmp_path):
     assert_same_bits(first["weights"], second["weights"])
 
 
-def test_a_compiled_model_is_trained(port):
+def test_compiled_model_can_be_trained(port):
     expected = port.package.Trainer(build(port), SETTINGS)
     compiled = torch.compile(build(port), backend="eager")
     trainer = port.package.Trainer(compiled, SETTINGS)
@@ -93,7 +93,7 @@ def test_a_compiled_model_is_trained(port):
 
 
 @pytest.mark.parametrize("part", ["self_attention", "self_attention_norm", "cross_attention", "feed_forward"])
-def test_a_compiled_part_of_a_layer(port, part):
+def test_compiled_sublayer_matches_the_plain_sublayer(port, part):
     """A compiled module doesn't support truth tests."""
     model, plain = build(port), build(port)
     compiled(model.decoder.layers[0], part)
@@ -145,7 +145,7 @@ def test_unfreezing_parameters_matches_resuming(port):
     assert_same_bits(model.export_weights(), resumed.model.export_weights())
 
 
-def test_groups_of_parameters_added_to_a_trainer(port):
+def test_parameter_groups_added_to_a_trainer_are_trained(port):
     """Added parameters are trained as well, unless they are frozen."""
     trainer, expected = (port.package.Trainer(build(port), SETTINGS) for _ in range(2))
     added, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
@@ -183,7 +183,7 @@ def test_gradients_and_evaluation_preserve_training_modes(port):
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
-def test_any_optimizer_with_parameter_groups(port, name):
+def test_any_optimizer_with_parameter_groups_reduces_the_loss(port, name):
     """Any optimizer works with our loss, for example without weight decay for norms and biases."""
     model = build(port).train()
     wide = [p for p in model.parameters() if p.ndim > 1]
@@ -213,7 +213,7 @@ def loss_without_dropout(model, loss):
     return found
 
 
-def test_a_parametrized_layer(port):
+def test_parametrized_layer_receives_the_gradient(port):
     """The weight is computed from another parameter, which receives the gradient."""
     from torch.nn.utils import parametrize
 
@@ -243,7 +243,7 @@ class Tripled(torch.nn.Module):
         return weight / 3.0
 
 
-def test_a_parametrized_layer_in_a_trainer(port):
+def test_trainer_supports_a_parametrized_layer(port):
     """The trainer returns gradients with respect to the computed weight. Calls that would lose data raise an error."""
     from torch.nn.utils import parametrize
 
@@ -269,7 +269,7 @@ def test_a_parametrized_layer_in_a_trainer(port):
             refused()
 
 
-def test_gradients_of_a_pruned_layer(port):
+def test_gradients_of_a_pruned_layer_match_the_masked_weight(port):
     """The weight of a pruned layer is computed from another parameter and a mask before each call."""
     from torch.nn.utils import prune
 

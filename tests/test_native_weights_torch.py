@@ -62,7 +62,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize("change", CHANGES)
-def test_weights_of_a_replaced_layer_are_not_exported(port, change):
+def test_exporting_a_replaced_layer_is_rejected(port, change):
     model = build(port, "float32")
     change, message = CHANGES[change]
     change(model)
@@ -78,7 +78,7 @@ def test_weights_of_a_replaced_layer_are_not_exported(port, change):
             refused()
 
 
-def test_a_trainable_parameter_without_a_name_is_not_lost(port):
+def test_export_rejects_added_parameters_without_a_canonical_name(port):
     """A module that the user added would be missing in the exported weights, even if it is frozen."""
     model = build(port)
     model.encoder.adapter = nn.Linear(24, 24)
@@ -147,7 +147,7 @@ def test_moments_of_frozen_parameters_are_exported_as_zeros_and_loaded_on_demand
 
 
 @pytest.mark.parametrize("tie", ["none", "target_output", "all"])
-def test_layers_are_pytorchs_own(port, tie):
+def test_layers_have_pytorch_types(port, tie):
     """Tools for quantization, adapters, and weight decay find layers by these types."""
     config = tiny_config(tie_embeddings=tie, position_encoding="learned", attention_bias=True)
     model = port.package.Transformer(config)
@@ -174,7 +174,7 @@ def test_quantize_dynamic_quantizes_all_linear_layers(port):
     assert port.package.greedy_search(found, SOURCE, max_length=4).ids.shape[0] == 2
 
 
-def test_parameter_groups_as_in_mingpt(port):
+def test_weight_decay_groups_cover_every_parameter_once(port):
     """Linear layers have weight decay, embeddings and norms don't, and every parameter is in one group."""
     model = build(port, position_encoding="learned", output_bias=True)
     decay, no_decay = set(), set()
@@ -189,7 +189,7 @@ def test_parameter_groups_as_in_mingpt(port):
     assert decay | no_decay == {name for name, _ in model.named_parameters()}
 
 
-def test_an_own_output_matrix_replaces_the_layer(port):
+def test_user_defined_output_layer_is_used_and_not_exported(port):
     """The tied output layer has no parameter to assign to, so the layer itself must be replaced."""
     model = build(port)
     own = nn.Parameter(torch.ones(37, 24, dtype=torch.float64))
@@ -204,7 +204,7 @@ def test_an_own_output_matrix_replaces_the_layer(port):
         model.export_weights()
 
 
-def test_an_own_target_embedding_is_used_and_not_lost(port):
+def test_user_defined_target_embedding_is_used_and_not_exported(port):
     model, plain = build(port, tie_embeddings="all"), build(port, tie_embeddings="all")
     model.target_embedding = port.package.TokenEmbedding(37, model.config, "float64")
     assert (model(SOURCE, TARGET) - plain(SOURCE, TARGET)).abs().max() > 0.01
@@ -250,7 +250,7 @@ def test_initial_values_are_xavier_and_zero(port):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64", np.float64, np.dtype("float64")])
-def test_dtypes_are_pytorchs_or_names(port, dtype):
+def test_dtypes_can_be_pytorch_or_numpy_dtypes_or_names(port, dtype):
     config = tiny_config()
     weights = random_weights(config)
     for model in (
@@ -264,7 +264,7 @@ def test_dtypes_are_pytorchs_or_names(port, dtype):
     assert port.package.EncoderLayer(config, dtype).feed_forward.inner_proj.weight.dtype == torch.float64
 
 
-def test_unknown_dtypes_and_devices_are_refused(port):
+def test_unknown_dtypes_and_devices_are_rejected(port):
     for dtype in (torch.float16, torch.int64, "float", np.int8, None, 3):
         with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32, bfloat16: got "):
             port.package.Transformer(tiny_config(), dtype)

@@ -52,7 +52,7 @@ def measures(monkeypatch, gain, error):
         (1.2, ROUNDED, "highest", "high"),
     ],
 )
-def test_the_choice_follows_the_measurement(gain, error, highest, fast, monkeypatch):
+def test_matmul_library_is_chosen_from_the_measurement(gain, error, highest, fast, monkeypatch):
     measures(monkeypatch, gain, error)
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
     for precision, expected in (("highest", highest), ("fast", fast), ("highest", highest)):
@@ -74,7 +74,7 @@ def test_onednn_is_not_measured_on_a_gpu_or_when_unavailable(where, monkeypatch)
 
 
 @pytest.mark.parametrize("switch", first_alone(["bf16", "ieee", "none"], "switches"))
-def test_a_measurement_leaves_the_process_as_it_was(switch, monkeypatch):
+def test_measurement_restores_global_settings(switch, monkeypatch):
     torch.backends.mkldnn.matmul.fp32_precision = switch
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with torch.autocast("cpu"), torch.device("meta"):
@@ -90,7 +90,7 @@ def test_a_measurement_leaves_the_process_as_it_was(switch, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 11, 16])
-def test_a_product_with_fewer_bits_is_seen(bits):
+def test_matmul_with_fewer_bits_is_detected(bits):
     """The measurement recognizes the precision of bfloat16, of TF32, and of sums of two bfloat16 terms."""
     rng = np.random.default_rng(0)
     left, right = rng.standard_normal((2, 64, 64)).astype(np.float32)
@@ -173,7 +173,7 @@ def test_search_uses_the_chosen_matmul_implementation(beam_size, monkeypatch):
     np.testing.assert_allclose(found.scores, expected.scores, rtol=allowed)
 
 
-def test_without_mkl_onednn_takes_small_products_too(monkeypatch):
+def test_onednn_computes_small_matmuls_if_mkl_is_missing(monkeypatch):
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     weight = torch.ones(4, 3)
     assert layouts.for_few_rows(weight, None, 2).func is layouts._by_mkl

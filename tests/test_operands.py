@@ -38,7 +38,7 @@ def test_kernel_of_another_projection_is_recognized(bias, words):
     assert found == f"the kernel is {BLOCK}.key_proj.kernel{words}"
 
 
-def test_a_transposed_kernel_is_recognized():
+def test_transposed_kernel_is_recognized():
     """A kernel is [in, out] here, and [out, in] in PyTorch."""
     name = f"{BLOCK}.query_proj.kernel"
     assert said(False, lambda weights: {name: weights[name].T}) == f"the kernel is the transpose of {name}"

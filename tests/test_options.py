@@ -20,7 +20,7 @@ def innermost(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
             yield from innermost(choice)
 
 
-def test_the_options_and_positionals_of_all_commands_are_few():
+def test_number_of_options_and_arguments_stays_within_the_limit():
     """All options and positional arguments are included except --help."""
     counts = {
         parser.prog: sum(not isinstance(action, argparse._HelpAction) for action in parser._actions)

@@ -86,7 +86,7 @@ def assert_recognized(diagnosis, names):
     ],
 )
 @pytest.mark.only("torch")
-def test_conventions_of_torch_and_hugging_face(kind, conventions):
+def test_conventions_of_torch_and_hugging_face_are_identified(kind, conventions):
     assert_recognized(diagnosis_of(kind), conventions)
 
 
@@ -100,7 +100,7 @@ def test_conventions_of_torch_and_hugging_face(kind, conventions):
 )
 @pytest.mark.only("tf")
 @pytest.mark.extended("ports of others", "tf")
-def test_conventions_of_keras_hub(kind, conventions):
+def test_conventions_of_keras_hub_are_identified(kind, conventions):
     assert_recognized(diagnosis_of(kind), conventions)
 
 
@@ -120,7 +120,7 @@ def test_conventions_of_keras_hub(kind, conventions):
     ids=" and ".join,
 )
 @pytest.mark.only("torch")
-def test_two_bugs_at_once(kind, names, monkeypatch):
+def test_two_bugs_in_one_port_are_both_identified(kind, names, monkeypatch):
     both = Bug("", "", together(*(KNOWN[name].edits for name in names)))
     monkeypatch.setattr(kind, "package", injected(both, "torch").port.package)
     assert_recognized(diagnosis_of(kind), names)

@@ -109,7 +109,7 @@ def compared(tmp_path_factory):
 
 
 @pytest.mark.only("torch")
-def test_the_example_agrees(compared):
+def test_example_agrees_with_the_reference(compared):
     found = compared(())
     assert {finding.verdict for finding in found} == {AGREES}
     assert {finding.case for finding in found} == {"distributed/data=2/plain", "distributed/data=2/uneven"}
@@ -120,7 +120,7 @@ def test_the_example_agrees(compared):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("said", tiers.first_alone(BUGS, "bugs"))
-def test_a_bug_in_the_example_is_named(compared, said):
+def test_bug_in_the_example_is_identified(compared, said):
     at, edits = BUGS[said]
     first = next(finding for finding in compared(tuple(edits)) if finding.verdict != AGREES)
     assert (first.case, first.tap) == ("distributed/data=2/plain", at)
@@ -260,7 +260,7 @@ class Replicated(ddp_port.MyPort):
 
 @pytest.mark.extended("ports")
 @pytest.mark.only("torch")
-def test_parts_of_parameters_agree_and_copies_do_not(monkeypatch, tmp_path):
+def test_sharded_parameters_agree_and_full_copies_diverge(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("ddp_port.py").write_text(EXAMPLE.read_text())
     Path("sharded.py").write_text(SHARDED)
@@ -282,7 +282,7 @@ def failing(name, plan):
     return {f"{finding.case.rpartition('/')[2]} {finding.tap}": finding.detail for finding in wrong}
 
 
-def test_the_command(monkeypatch, capsys, tmp_path):
+def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("devices.py").write_text(PORTS)
     command = ["check-distributed", "--json", "result.json", "--port"]
@@ -324,7 +324,7 @@ def test_ports_without_distributed_training_fail(monkeypatch, tmp_path, kind, pl
 
 
 @pytest.mark.parametrize("way", range(3))
-def test_rows_may_be_divided_in_any_way(way):
+def test_mean_of_shard_means_is_recognized_for_any_division_of_rows(way):
     """A mean of the shards' means is recognized for any assignment of rows to shards."""
     probe = replace(port_probes()[1], lengths=(7, 6, 5, 4, 3, 2, 1, 1))
     rows = divisions(8, 2, 2)[way]

@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 @pytest.mark.parametrize("name", PROGRAM)
-def test_a_package_has_a_version_public_names_and_types(name):
+def test_package_has_a_version_public_names_and_types(name):
     """All packages share the version that `parity --version` prints, and their public names exist and are unique."""
     package = importlib.import_module(name)
     assert package.__version__ == transformer_spec.__version__
@@ -50,7 +50,7 @@ def distributions(requirements: list[str]) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in requirements}
 
 
-def test_the_base_install_and_the_extras():
+def test_extras_contain_the_documented_requirements():
     extras = PROJECT["optional-dependencies"]
     assert distributions(PROJECT["dependencies"]) == set(map(canonicalize_name, BASE))
     assert distributions(extras["cli"]) == set(LIBRARIES)
@@ -86,7 +86,7 @@ def test_command_line_without_its_libraries_explains_what_to_install(arguments):
     assert (done.returncode, done.stdout, done.stderr) == (3, "", f"parity: error: the parity command {NEEDS}")
 
 
-def test_missing_library_is_named():
+def test_missing_library_is_named_in_the_error():
     one = BARE.replace(str(LIBRARIES), "('psutil',)")
     code = "from transformer_parity.engine.system.machine import needs; print(needs())"
     done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -96,7 +96,7 @@ def test_missing_library_is_named():
 PYTEST = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
 
-def test_without_them_pytest_is_undisturbed(tmp_path):
+def test_pytest_runs_without_the_command_line_libraries(tmp_path):
     (tmp_path / "test_own.py").write_text("def test_own(): pass")
     done = bare(PYTEST, "-q", "-p", "no:cacheprovider", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_without_them_pytest_is_undisturbed(tmp_path):
     assert (done.returncode, done.stderr) == (pytest.ExitCode.USAGE_ERROR, f"ERROR: --parity-port {NEEDS}\n")
 
 
-def test_a_port_can_be_written_without_them():
+def test_port_can_be_defined_without_the_command_line_libraries():
     assert bare("from transformer_parity.plugin import Port").stderr == ""
 
 
@@ -188,7 +188,7 @@ def built(tmp_path_factory):
     return source, directory / "wheel"
 
 
-def test_the_source_distribution_has_everything(built):
+def test_source_distribution_contains_all_files(built):
     source, _ = built
     assert contents(source, DIRECTORIES) == contents(ROOT, DIRECTORIES)
     assert all((source / name).read_bytes() == (ROOT / name).read_bytes() for name in FILES)
@@ -214,7 +214,7 @@ def test_package_description_has_no_relative_links(built):
     assert "[Bring your own port" not in text
 
 
-def test_the_tests_of_the_source_distribution_run(built):
+def test_tests_in_the_source_distribution_pass(built):
     """Run some of the tests that read files outside the packages."""
     source, _ = built
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--backends", "numpy"]

@@ -52,7 +52,7 @@ assert array.addressable_shards[0].data.shape == (37, 16), array.sharding
 """
 
 
-def test_eight_devices_follow_the_reference():
+def test_eight_devices_match_the_reference():
     """Training with three kinds of sharding matches the reference, compiles only once, and updates moments in place."""
     run(EIGHT)
 
@@ -109,7 +109,7 @@ assert {shard.device // 2 for held in shards(many).values() for shard in held} =
 """
 
 
-def test_two_processes_follow_the_reference():
+def test_two_processes_match_the_reference():
     run(TWO, processes=2, devices=2)
 
 
@@ -124,7 +124,7 @@ assert_same_bits(many.model.export_weights(), probe.weights())
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", ["plain", "dropout"])
-def test_two_processes_take_the_steps(name):
+def test_two_processes_take_the_same_steps_as_one_device(name):
     run(STEPS.format(name=name, plan="data=2,tensor=2" if name == "plain" else "data=2,fsdp=2"), 2, 2)
 
 
@@ -147,7 +147,7 @@ assert_close(gradients(many.model, source, target, labels).parameters,
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_divided_model_is_a_model(processes):
+def test_sharded_model_can_be_called_differentiated_and_searched(processes):
     """A sharded model can be called, differentiated, and searched as usual. Multiple processes require jit."""
     run(SEARCH, processes, 4 // processes)
 
@@ -241,7 +241,7 @@ assert not changed, changed
 """
 
 
-def test_a_mesh_changes_no_setting_of_its_process():
+def test_mesh_does_not_change_process_settings():
     run(ASYNCHRONOUS, processes=2, devices=1)
 
 
@@ -257,7 +257,7 @@ for plan in {plans}:
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", probes())
-def test_every_plan_follows_every_case(name):
+def test_every_plan_matches_the_reference_in_every_case(name):
     run(CASE.format(name=name, plans=PLANS), timeout=900)
 
 
@@ -286,7 +286,7 @@ else:
 
 
 @pytest.mark.extended("plans")
-def test_any_mesh_with_the_axes_of_a_plan():
+def test_user_defined_mesh_with_the_axes_of_a_plan_is_accepted():
     run(OWN)
 
 
@@ -308,7 +308,7 @@ np.testing.assert_allclose(*found, rtol=2e-2)
 
 
 @pytest.mark.extended("plans")
-def test_mixed_precision_on_a_mesh():
+def test_mixed_precision_on_a_mesh_matches_one_device():
     run(MIXED)
 
 
@@ -336,7 +336,7 @@ def test_dropout_masks_are_drawn_without_communication():
 # --- Errors with the only available device ---
 
 
-def test_a_plan_needs_its_devices(port):
+def test_plan_with_too_few_devices_is_rejected(port):
     with pytest.raises(ValueError, match=r"the plan data=2,tensor=2 needs 4 devices: got 1 \(.*jax_num_cpu_devices"):
         port.package.make_mesh(Plan(data=2, tensor=2))
 
@@ -426,7 +426,7 @@ assert_same_bits(other.export_state().first_moment, before.first_moment)
 
 
 @pytest.mark.extended("plans")
-def test_a_directory_of_parts(tmp_path):
+def test_sharded_directory_loads_bitwise_identically(tmp_path):
     """A directory saved by eight devices is loaded by eight devices and as one checkpoint, bitwise identical."""
     directory = str(tmp_path / "run")
     run(

@@ -212,7 +212,7 @@ def test_axes_other_than_data_are_rejected(port, plan):
         port.package.make_mesh(Plan.parse(plan))
 
 
-def test_more_devices_than_there_are(port):
+def test_plan_with_more_devices_than_available_is_rejected(port):
     """TensorFlow has already started, so the CPU remains one device."""
     import tensorflow as tf
 
@@ -232,7 +232,7 @@ def test_trainer_rejects_unsupported_strategies(port):
         port.package.Trainer(model, ref.TrainingConfig(), dropout="none")
 
 
-def test_xla_compiles_no_step_on_a_mesh(port):
+def test_compile_option_is_rejected_on_a_mesh(port):
     model = port.package.Transformer.from_weights(probes()["plain"].config, probes()["plain"].weights())
     mesh = port.package.make_mesh(Plan(), "cpu")
     with pytest.raises(ValueError, match=r"^compile=True requires a single device: got a mesh"):
@@ -256,6 +256,6 @@ with mock.patch.object(parallel, "_multi_worker", side_effect=KeyError), mock.pa
 """
 
 
-def test_a_mesh_ends_no_process():
+def test_mesh_with_missing_peers_does_not_end_the_process():
     """Only ``parity train`` ends a process whose peers don't join."""
     assert run_alone(ALONE).strip() == "False"

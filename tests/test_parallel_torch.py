@@ -126,7 +126,7 @@ def two_processes(tmp_path_factory):
     return directory, [*zip(*run(directory, 2, [*TRAINED, *jobs]), strict=True)]
 
 
-def test_two_processes(two_processes):
+def test_two_processes_match_one_device_in_training(two_processes):
     """Every engine supports dropout, accumulation, clipping, and uneven numbers of rows and tokens."""
     assert_one_device_agrees(TRAINED, two_processes[1][: len(TRAINED)])
 
@@ -161,13 +161,13 @@ PLANS = ("data=4", "fsdp=4", "tensor=4", "fsdp=2,tensor=2", "data=2,fsdp=2", "da
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", ["plain", "vocabulary of 37"])
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2", *PLANS])
-def test_twenty_steps(tmp_path, plan, name):
+def test_twenty_steps_match_one_device(tmp_path, plan, name):
     agree_with_one_device(tmp_path, [plan], [name], 20)
 
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", [*PLANS, "data=3", "data=2,fsdp=2,tensor=2"])
-def test_every_case_on_every_plan(tmp_path, plan):
+def test_every_case_on_every_plan_matches_one_device(tmp_path, plan):
     agree_with_one_device(tmp_path, [plan], [*probes()], 4)
 
 
@@ -232,7 +232,7 @@ def test_processes_started_by_torchrun_match_one_device(tmp_path):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
-def test_bfloat16_and_float32(tmp_path, plan):
+def test_plans_match_one_device_in_bfloat16_and_float32(tmp_path, plan):
     """Plans round differently than one device, but the results are within one device's rounding error."""
     found = run(tmp_path, 2, [("train_in", {"plan": plan, "mixed": mixed}) for mixed in (False, True)])[0]
     expected = observed(trainer_of(probes()["plain"]), probes()["plain"], 3)

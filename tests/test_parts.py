@@ -48,7 +48,7 @@ def test_parts_match_the_whole_model(backend, convention):
 
 
 @pytest.mark.parametrize("convention", tiers.first_alone(CONVENTIONS, "parts", "torch", "jax", "tf"))
-def test_a_file_of_a_part(backend, tmp_path, convention):
+def test_part_loads_from_its_own_and_from_the_full_file(backend, tmp_path, convention):
     """A part uses the full model's tensor names, and loads from its own file or from the full model's file."""
     config = tiny_config(**CONVENTIONS[convention])
     weights = random_weights(config)
@@ -86,7 +86,7 @@ def test_part_rejects_missing_and_unexpected_weights(backend, part):
             alone(backend, part, config, given)
 
 
-def test_there_are_two_parts(tmp_path):
+def test_unknown_part_is_rejected(tmp_path):
     config = tiny_config()
     with pytest.raises(ValueError, match=r"^part must be one of encoder, decoder: got 'head'$"):
         save_weights(tmp_path / "x", config, random_weights(config), part="head")
@@ -113,7 +113,7 @@ def test_standalone_decoder_requires_memory_and_source_padding(backend, case):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_is_a_torch_module(port, part):
+def test_part_can_be_used_as_a_torch_module(port, part):
     """A part can be called with hooks, copied, saved, and trained like any other module."""
     import torch
 
@@ -133,7 +133,7 @@ def test_a_part_is_a_torch_module(port, part):
 
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("part", tiers.first_alone(PARTS, "parts"))
-def test_a_part_is_an_nnx_module(port, part):
+def test_part_can_be_used_as_an_nnx_module(port, part):
     import jax.numpy as jnp
     from flax import nnx
 
@@ -151,7 +151,7 @@ def test_a_part_is_an_nnx_module(port, part):
 
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("part", tiers.first_alone(PARTS, "parts"))
-def test_a_part_is_a_keras_model(port, part, tmp_path):
+def test_part_can_be_used_as_a_keras_model(port, part, tmp_path):
     """A part can be used in a functional model, saved, loaded, and trained with ``fit``."""
     import keras
 

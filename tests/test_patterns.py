@@ -83,7 +83,7 @@ def test_wrong_gradients_are_described(change, pattern, said):
     assert said in of_gradients(change, pattern)
 
 
-def test_a_wrong_loss_next_to_right_gradients_is_named():
+def test_wrong_loss_with_correct_gradients_is_reported():
     truth = observed_in("gradients/padded")
     (said,) = patterns(shown("gradients/padded", {"loss": truth["loss"] * 1.5}))
     assert said.startswith("only the loss differs (1.5 times the correct one): all ")
@@ -119,7 +119,7 @@ def test_slightly_different_sentences_are_counted():
         assert (right in said) == is_said, said
 
 
-def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
+def test_averaged_weights_are_not_diagnosed_as_a_wrong_learning_rate():
     """A port that trains correctly but returns an average of its weights has correct losses."""
     case, truth = CASES["steps/port"], observed_in("steps/port")
     start = case.load_weights()
@@ -165,7 +165,7 @@ def test_weights_rounded_to_float32_are_reported():
     assert not any("only float32 precision" in words for words in patterns(shown("steps/port", shifted)))
 
 
-def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
+def test_errors_as_large_as_float32_rounding_are_described_as_such():
     truth = observed_in("gradients/padded")
     rng = np.random.default_rng(0)
     for size, said in ((1e-7, True), (1e-12, False), (1e-3, False)):
@@ -193,7 +193,7 @@ def test_calls_with_outdated_weights_are_reported():
     assert any("they use weights from before the last update" in words for words in said)
 
 
-def test_the_first_wrong_token_of_padded_sentences_is_named():
+def test_first_wrong_token_of_padded_sentences_is_reported():
     truth = observed_in("decode/port_greedy")
     tokens, padded = truth["tokens"].copy(), (CASES["decode/port_greedy"].inputs["source_ids"] == CONFIG.pad_id).any(1)
     tokens[padded, :, 3:] += 1
@@ -232,7 +232,7 @@ def test_weights_from_before_a_step_are_recognized(step, older, beginning, words
     assert all(one.endswith("the first step, or some of them") for one in of_tokens)
 
 
-def test_losses_of_float32_are_recognized():
+def test_losses_with_float32_precision_are_recognized():
     truth = observed_in("gradients/padded")
     rounded = np.asarray(float(np.float32(truth["loss"])))
     said = patterns(shown("gradients/padded", {"loss": rounded}))

@@ -99,7 +99,7 @@ def test_torch_is_compiled_when_requested(monkeypatch):
     assert len(compiled) == 2
 
 
-def test_a_wrong_weight_would_show():
+def test_changing_any_weight_by_one_percent_changes_the_logits():
     right = reference()(SOURCE, TARGET)
     for name, array in weights().items():
         if not name.endswith("key_proj.bias"):  # it shifts all scores of a query equally
@@ -116,7 +116,7 @@ def test_a_wrong_weight_would_show():
         pytest.param("keras hub", 1e-7, marks=pytest.mark.only("tf")),  # Keras's 1 / sqrt(d_k) is float32
     ],
 )
-def test_float64_is_as_exact_as_the_library(name, most):
+def test_float64_error_is_below_the_limit_of_each_library(name, most):
     found = logits_of(built(name, CONFIG, dtype="float64"))
     assert found.dtype == np.float64
     assert error(found, reference()(SOURCE, TARGET)) < most
@@ -124,7 +124,7 @@ def test_float64_is_as_exact_as_the_library(name, most):
 
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
 @pytest.mark.extended("peers")
-def test_it_learns_as_the_reference_does(name):
+def test_peer_training_matches_the_reference(name):
     # Keras adds epsilon to the root of the second moment before the bias correction, so epsilon must be small.
     settings = replace(TRAINING, epsilon=1e-9) if name == "keras hub" else TRAINING
     model = reference(STILL, "float32")
@@ -138,7 +138,7 @@ def test_it_learns_as_the_reference_does(name):
 
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
 @pytest.mark.extended("peers")
-def test_dropout_is_for_training(name):
+def test_peer_dropout_is_active_only_in_training(name):
     peer = usual(name)
     before = logits_of(peer)
     if "torch" in peer.modules:  # torch draws all masks from one generator; two losses may match by chance
@@ -197,13 +197,13 @@ def test_peer_greedy_search_matches_the_reference(name):
 
 
 @peers("torch.nn")
-def test_torch_has_no_cache(name):
+def test_torch_peer_greedy_search_is_not_implemented(name):
     with pytest.raises(NotImplementedError, match="no cache"):
         usual(name).greedy(SOURCE, TOKENS)
 
 
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
-def test_training_needs_settings(name):
+def test_training_without_settings_raises_value_error(name):
     with pytest.raises(ValueError, match="training requires settings"):
         built(name, CONFIG).train_step(SOURCE, TARGET, LABELS)
 

@@ -140,7 +140,7 @@ def test_frozen_norm_of_one_layer_is_identified_by_its_gradients():
     assert f"norms are frozen, in {part} only" in found.sentence
 
 
-def test_shown_taps_narrow_the_places():
+def test_available_taps_narrow_the_possible_locations():
     taps = intervals(["encoder.output"], ["encoder.output", "decoder.output", "output"], CASE.config)
     known = {bug.name: bug for bug in candidates(CASE.config, CASE.stage)}
     found = [place.words for _, place in placed(known["no activation"], CASE.config, CASE.load_weights(), taps)]
@@ -154,7 +154,7 @@ def test_bug_with_a_single_location_has_no_variants():
             assert list(placed(bug, CASE.config, CASE.load_weights(), [])) == []
 
 
-def test_number_of_single_places_is_bounded(monkeypatch):
+def test_number_of_tried_locations_is_limited(monkeypatch):
     config = CASE.config.replace(num_encoder_layers=6, num_decoder_layers=6)
     case, tried = replace(CASE, config=config), []
     wrong = {"output": tensors(usual(case), case)["output"] + 1.0}

@@ -36,7 +36,7 @@ def test_most_likely_weight_seed_is_first_choice_and_fallback(monkeypatch):
 
 @pytest.mark.parametrize("shown", ["logits", "taps"])
 @pytest.mark.parametrize("bug", EVERYWHERE, ids=lambda bug: bug.name)
-def test_a_bug_in_every_sub_layer_is_named_with_taps_and_without(bug, shown):
+def test_bug_in_every_sublayer_is_identified_with_and_without_taps(bug, shown):
     case = next(case for case in standard_cases() if case.name == bug.case)
     seen = tensors(Candidate((bug,)).load(case.config, case.load_weights()), case)
     found = diagnose(case, seen if shown == "taps" else {"output": seen["output"]}, "it")
@@ -45,7 +45,7 @@ def test_a_bug_in_every_sub_layer_is_named_with_taps_and_without(bug, shown):
     assert shown == "logits" or found.candidates == (bug.name,)
 
 
-def test_a_limit_of_inner_units_is_named():
+def test_clipped_activation_is_identified():
     relu6 = next(bug for bug in CANDIDATES if bug.name == "ReLU6 instead of ReLU")
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
     found = diagnose(case, tensors(Candidate((relu6,)).load(case.config, case.load_weights()), case), "it")
@@ -85,7 +85,7 @@ UNSEEN = [
 
 
 @pytest.mark.parametrize("name", sorted({bug.case for bug in SEARCH}))
-def test_a_bug_of_a_search_shows_in_its_case(name):
+def test_search_bug_changes_the_values_in_its_case(name):
     case = next(case for case in standard_cases() if case.name == name)
     right = tensors(load(case), case)
     bugs = [bug for bug in SEARCH if bug.case == name and "numpy" in bug.edits]
@@ -93,7 +93,7 @@ def test_a_bug_of_a_search_shows_in_its_case(name):
     assert [bug.name for bug in bugs if not distance(bug.at, seen[bug.name], right) > 1e-9] == []
 
 
-def test_the_cases_for_ports_show_how_a_port_searches():
+def test_port_cases_detect_all_search_bugs_except_the_listed_ones():
     cases = [case for case in port_cases(CONFIG) if case.stage == "decode"]
     right = {case.name: tensors(load(case), case) for case in cases}
     unseen = []
@@ -112,7 +112,7 @@ def test_the_cases_for_ports_show_how_a_port_searches():
 SCALED_UP = "small gradients are scaled up to the limit"
 
 
-def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_tokens():
+def test_clip_norm_of_port_cases_reveals_clipping_of_a_summed_gradient():
     """The gradients of models differ by a factor of 100, so each model requires a different clip norm."""
     (sum_is_clipped,) = (one for one in STEP_VARIANTS if one.name == LIMIT_OF_A_SUM)
     for config in (CONFIG, tiny(d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None)):
@@ -124,7 +124,7 @@ def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_to
 
 
 @pytest.mark.parametrize("name", ["ids in int16", *(bug.name for part in CLIPPED for bug in TRAINING[part])])
-def test_the_cases_for_ports_have_large_ids_clipping_and_micro_batches(name):
+def test_port_cases_include_large_ids_clipping_and_micro_batches(name):
     cases = {case.name: case for case in port_cases(CONFIG)}
     special = {"ids in int16": "full/large_vocabulary", SCALED_UP: "steps/port/small_gradient"}
     case = cases[special.get(name, "steps/port_clipped")]

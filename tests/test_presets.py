@@ -88,7 +88,7 @@ def assert_only_we_agree(theirs, config: ref.TransformerConfig, weights):
     ],
     ids=["post and final norm", "pre", "post without final norm", "gelu", "tied output", "paper_base"],
 )
-def test_torch_transformer(preset, changes):
+def test_torch_transformer_matches_only_its_preset(preset, changes):
     config = tiny_config(preset, **changes)
     weights = random_weights(config)
     model = torch.nn.Transformer(**third_party.torch_sizes(config), batch_first=True, dtype=torch.float64).eval()
@@ -128,7 +128,7 @@ def attention_case(config: ref.TransformerConfig):
     return block, weights, path, query, memory, mask
 
 
-def test_torch_multihead_attention():
+def test_torch_multihead_attention_matches_ours():
     config = tiny_config("torch")
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = torch.nn.MultiheadAttention(config.d_model, config.num_heads, batch_first=True, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_torch_multihead_attention():
     assert relative_error(block(query, memory), output.detach()) > DIFFERS
 
 
-def test_torch_scaled_dot_product_attention():
+def test_torch_scaled_dot_product_attention_matches_ours():
     rng = np.random.default_rng(3)
     query, key, value = rng.normal(size=(2, 3, 5, 4)), rng.normal(size=(2, 3, 7, 4)), rng.normal(size=(2, 3, 7, 6))
     mask = rng.random((2, 1, 5, 7)) < 0.5
@@ -175,14 +175,14 @@ LOGITS = {
 
 
 @pytest.mark.parametrize("preset", ["marian", "fairseq", *first_alone(third_party.FAMILY, "presets")])
-def test_hugging_face(preset):
+def test_hugging_face_models_match_only_their_presets(preset):
     config = tiny_config(preset)
     weights = random_weights(config)
     assert_only_we_agree(LOGITS[preset](config, weights, *sentences(config)), config, weights)
 
 
 @pytest.mark.only("tf")
-def test_keras_hub(port):
+def test_keras_hub_layers_match_only_their_preset(port):
     # Keras rounds 1 / sqrt(d_k) to float32, which is exact only for powers of four, so d_k is 4 here.
     config = tiny_config("keras_hub", d_model=12)
     weights = random_weights(config)
@@ -190,10 +190,10 @@ def test_keras_hub(port):
 
 
 @pytest.mark.only("tf")
-def test_keras_multi_head_attention(port):
+def test_keras_multi_head_attention_matches_ours(port):
     import keras
 
-    config = tiny_config("keras_hub", d_k=4, d_v=5)  # d_k = 4, as in test_keras_hub
+    config = tiny_config("keras_hub", d_k=4, d_v=5)  # d_k = 4, as in test_keras_hub_layers_match_only_their_preset
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = keras.layers.MultiHeadAttention(config.num_heads, config.d_k, config.d_v, dtype="float64")
     theirs.build(query.shape, memory.shape)
@@ -204,7 +204,7 @@ def test_keras_multi_head_attention(port):
 
 
 @pytest.mark.only("jax")
-def test_flax_nnx_multi_head_attention(port):
+def test_flax_nnx_multi_head_attention_matches_ours(port):
     import jax
     from flax import nnx
 
@@ -228,7 +228,7 @@ def test_flax_nnx_multi_head_attention(port):
 
 
 @pytest.mark.only("jax")
-def test_flax_wmt(port):
+def test_flax_wmt_example_matches_only_its_preset(port):
     import jax
     import third_party_flax
 
@@ -243,7 +243,7 @@ def test_flax_wmt(port):
     assert_only_we_agree(logits, config, weights)
 
 
-def test_annotated():
+def test_annotated_transformer_matches_only_its_preset():
     config = tiny_config("annotated")
     weights = random_weights(config)
     logits = third_party.annotated_logits(weights, config.num_heads, *sentences(config))
@@ -289,7 +289,7 @@ def parameters(preset, vocab_size, **changes):
 
 
 @pytest.mark.parametrize("preset", TABLE_3)
-def test_parameters_of_table_3(preset):
+def test_parameter_counts_of_table_3_match_the_listed_counts(preset):
     cases = [(vocab_size, bias) for vocab_size in (37_000, 41_096) for bias in (False, True)]
     assert tuple(parameters(preset, size, attention_bias=bias) for size, bias in cases) == TABLE_3[preset][1:]
 
@@ -322,7 +322,7 @@ def test_differences_in_table_3_do_not_depend_on_the_vocabulary(larger, smaller,
     assert abs(difference / 1e6 - (TABLE_3[larger][0] - TABLE_3[smaller][0])) < 1.0  # both are rounded to 1e6
 
 
-def test_torch_transformer_has_as_many_parameters():
+def test_torch_transformer_has_the_same_number_of_parameters():
     model = torch.nn.Transformer(512, 8, 6, 6, 2048, batch_first=True, device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 44_140_544
     assert parameters("torch", 10) == 44_140_544 + 3 * 10 * 512 + 10  # two embeddings, the output layer, and its bias

@@ -26,7 +26,7 @@ PROFILE = "transformer_bench.profile_steps"
         ("decode", "numpy", ["linear layers", "attention", "choice of tokens", "normalization", "activations"]),
     ],
 )
-def test_a_profile_divides_the_time_among_kinds(task, package, kinds):
+def test_profile_splits_the_time_into_kinds_of_work(task, package, kinds):
     run = subprocess.run(
         [sys.executable, "-m", PROFILE, task, package, "--config", "tiny", "--calls", "1", "--largest", "1"],
         **{"check": True, "capture_output": True, "text": True},

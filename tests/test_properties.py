@@ -42,7 +42,7 @@ def hide_second_of_target(source_ids, target_ids):
     target_ids[:, 1] = 5
 
 
-def test_the_reference_lacks_no_property():
+def test_reference_has_every_property():
     """In the reference, every token affects the logits, and padding doesn't."""
     assert lacking(CASE, port(lambda source_ids, target_ids: None), Placement("float64")) == []
 
@@ -54,6 +54,6 @@ def test_the_reference_lacks_no_property():
         (hide_second_of_target, "replacing the token at target position 1 of sentence 0 changes no later logits"),
     ],
 )
-def test_a_token_without_effect_is_found(change, words):
+def test_token_without_effect_is_detected(change, words):
     """A mask that hides too many positions makes tokens ineffective."""
     assert words in " | ".join(lacking(CASE, port(change), Placement("float64")))

@@ -35,7 +35,7 @@ def loaders(directory: Path, port: str, modules: str, path: tuple[str, ...] = ()
     return python(directory, f"provenance.import_port({port!r})\nprint(*{names})", path)
 
 
-def test_a_port_is_loaded_from_source_and_installed_packages_are_not(tmp_path):
+def test_port_is_loaded_from_source_but_installed_packages_are_not(tmp_path):
     (tmp_path / "mine.py").write_text("import helper")
     (tmp_path / "helper.py").write_text("")
     found = loaders(tmp_path, "mine", "mine helper safetensors numpy queue transformer_spec")
@@ -48,7 +48,7 @@ def test_an_installed_port_is_loaded_from_source(tmp_path):
 
 
 @pytest.mark.parametrize("is_current", [False, True])
-def test_directories_of_installers_keep_their_bytecode(tmp_path, is_current):
+def test_directories_of_installers_keep_cached_bytecode(tmp_path, is_current):
     packages = tmp_path / "packages"
     (packages / "one-1.0.dist-info").mkdir(parents=True)
     (packages / "one.py").write_text("")
@@ -77,7 +77,7 @@ def test_a_copy_of_the_reference_is_compared_with_its_source(tmp_path):
     assert provenance.other_reference([str(tmp_path)]).startswith(f"{tmp_path}/reference_numpy is a different ")
 
 
-def test_a_loaded_copy_of_the_reference_is_refused_even_if_it_is_equal(tmp_path):
+def test_loaded_copy_of_the_reference_is_rejected_even_if_identical(tmp_path):
     copied("transformer_spec", into="old")(tmp_path)
     code = "import transformer_spec\nprint(provenance.other_reference())"
     assert python(tmp_path, code, (str(tmp_path / "old"),)).startswith(
@@ -95,7 +95,7 @@ def test_the_first_file_of_each_package_is_described():
     assert provenance.files_elsewhere() == {}
 
 
-def test_the_reference_computes_its_known_numbers():
+def test_reference_computes_the_known_answers():
     known_numbers.check_reference()
 
 
@@ -135,7 +135,7 @@ def test_port_imported_early_from_stale_bytecode_is_rejected():
     )
 
 
-def test_compare_and_selftest_refuse_an_edited_reference():
+def test_compare_and_selftest_reject_an_edited_reference():
     for arguments in (["compare", "a", "b"], ["selftest"], ["check-distributed"], ["check", "--backends", "numpy"]):
         code, said = run(copied("reference_numpy", *NORM), *CONSOLE, *arguments)
         assert (code, "is a different reference_numpy from" in said) == (3, True), said

@@ -136,7 +136,7 @@ def test_plugin_is_inactive_without_its_option(pytester, plugins):
     assert outcomes(result) == {"passed": 1}
 
 
-def test_pytest_starts_without_importing_anything_heavy():
+def test_plugin_imports_no_heavy_libraries_at_startup():
     code = "import sys, transformer_parity.transformer.check.pytest_plugin as p; print({'numpy', 'rich', 'torch'} & "
     code += "set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
@@ -237,7 +237,7 @@ def test_port_that_cannot_be_collected_interrupts_the_run(reference, message, wr
     assert "Traceback" not in result.stdout.str()
 
 
-def test_two_ports(write, run):
+def test_plugin_runs_multiple_ports(write, run):
     write()
     write(ROUNDED, name="other")
     result = run("--parity-port=other:MyPort", "--parity-port=mine:MyPort", "-k", "full/one_token", "-v")
@@ -246,7 +246,7 @@ def test_two_ports(write, run):
     result.stdout.fnmatch_lines(["parity::mine:MyPort-float64-full/one_token PASSED*", "parity::other:MyPort-*FAILED*"])
 
 
-def test_expected_failures(write, run, pytester):
+def test_expected_failures_are_reported_as_xfailed(write, run, pytester):
     write(ROUNDED)
     file = pytester.path / "expected.toml"
     file.write_text('"*-full/*" = "one part in ten million too much"\n')
@@ -280,7 +280,7 @@ def test_invalid_expected_failures_are_reported(content, message, write, run, py
     assert message in result.stdout.str() + result.stderr.str()
 
 
-def test_expected_failures_need_a_port(pytester, plugins):
+def test_expected_failures_without_a_port_are_rejected(pytester, plugins):
     result = pytester.runpytest_subprocess(*plugins, "--parity-expected-failures=expected.toml")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "requires --parity-port" in result.stderr.str()
@@ -379,7 +379,7 @@ def test_known_answer_runs_last_and_passes_for_an_unmodified_reference(write, ru
 
 @pytest.mark.extended("processes of pytest")
 @pytest.mark.parametrize("forward", ["pass", ROUNDED])
-def test_several_processes(forward, write, start, pytester):
+def test_plugin_works_with_multiple_pytest_processes(forward, write, start, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")
     result = start("-n", "2", FORWARD)

@@ -92,7 +92,7 @@ def small(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_block_is_run_parsed_or_only_read(page):
+def test_every_code_block_is_executed_or_parsed_or_listed(page):
     """Python in the README runs above, in golden-vectors.md in test_golden, and in the guides in test_site."""
     run = page == PAGES[0] or page.parent.name == "how-to"
     run |= page.name in ("quickstart.md", "port-api.md", "golden-vectors.md")
@@ -125,7 +125,7 @@ def test_invalid_documented_command_is_detected(tmp_path, capsys):
         test_every_documented_command_parses(page)
 
 
-def test_the_page_of_commands_has_every_command():
+def test_commands_page_lists_every_command():
     page = (DOCS / "reference" / "commands.md").read_text("utf-8")
     assert {call.split()[0] for call in re.findall(r"^\| `parity (.+?)`", page, re.MULTILINE)} == set(COMMANDS)
     for call in re.findall(r"^\| `parity (.+?)`", page, re.MULTILINE):
@@ -149,12 +149,12 @@ def test_ci_runs_the_two_blocks_of_setup_commands():
 # --- Figures ---
 
 
-def test_the_readme_is_short():
+def test_readme_stays_within_the_line_limit():
     assert README.count("\n") <= 120
     assert "@@" not in README
 
 
-def test_the_first_screen_explains_itself():
+def test_readme_sections_are_in_the_expected_order():
     """The README explains the problem, shows a picture, checks a port, and shows the output, in this order."""
     order = (
         "A Transformer with a bug usually still trains.",
@@ -171,7 +171,7 @@ def test_the_first_screen_explains_itself():
     assert [README.index(text) for text in order] == sorted(README.index(text) for text in order)
 
 
-def test_the_picture_is_explained_by_its_port():
+def test_picture_and_its_port_name_the_same_tap():
     code = (DOCS / "examples" / "unscaled_port.py").read_text("utf-8")
     (tap,) = re.findall(r'if name == "(.+?)"', code)
     assert f"`{tap}`" in README
@@ -247,14 +247,14 @@ def aims_of(monkeypatch, **seconds):
     return {aim.what: aim for aim in speeds.aims("amd")}
 
 
-def test_a_share_is_the_time_at_the_limit():
+def test_fraction_of_peak_is_the_peak_time_divided_by_the_time():
     assert speeds.fraction_of_peak(timed(torch=1.25), "torch") == 0.8
     assert speeds.fraction_of_peak(timed(torch=1.25), "jax") is None
     assert speeds.fraction_of_peak({**timed(torch=1.25), "limit": None}, "torch") is None
     assert speeds.percent(0.8) == "80%"
 
 
-def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypatch):
+def test_performance_target_depends_on_the_fraction_of_peak_of_the_peer(monkeypatch):
     slow = aims_of(monkeypatch, torch=1.7, **{"torch.nn": 2.0, "marian": 9.0})
     aim = slow["torch / best PyTorch alternative, forward (which reaches 50% of the peak)"]
     assert aim[1:] == ("0.60", "0.85 (0.85 to 0.85), torch / torch.nn", False)
@@ -267,7 +267,7 @@ def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypa
     )
 
 
-def test_the_best_form_of_ours_is_held_against_the_best_of_theirs(monkeypatch):
+def test_our_fastest_mode_is_compared_with_the_fastest_alternative(monkeypatch):
     times = {"torch": 1.7, "torch compiled": 1.2, "torch.nn": 2.0, "torch.nn compiled": 1.5, "jax": 1.3, "tf": 1.6}
     aim = aims_of(monkeypatch, **times)["torch / best PyTorch alternative, train (which reaches 67% of the peak)"]
     assert aim[1:] == ("0.92", "0.80 (0.80 to 0.80), torch compiled / torch.nn compiled", True)
@@ -279,7 +279,7 @@ def test_the_best_form_of_ours_is_held_against_the_best_of_theirs(monkeypatch):
     assert speeds.said(speeds.against_peer(timed(jax=1.0, **{"flax nnx": 2.0}), "jax"), "jax") == "0.50 (0.50 to 0.50)"
 
 
-def test_a_package_is_held_against_its_peers_in_the_race_of_both_its_forms(monkeypatch):
+def test_package_is_compared_with_peers_in_the_race_with_both_modes(monkeypatch):
     races = {"train-base": timed(tf=2.0, **{"keras hub": 1.0})}
     races["train-base-tf"] = timed(**{"tf": 9.0, "tf compiled": 8.0, "keras hub": 4.0})
     monkeypatch.setattr(speeds, "race", lambda name, machine: races.get(name, timed()))
@@ -296,7 +296,7 @@ def test_performance_targets_apply_to_each_port_and_the_best_one(monkeypatch):
     assert aims_of(monkeypatch, torch=1.0)["jax / Flax NNX, forward"][1:] == ("0.80", "", None)
 
 
-def test_the_closest_comparison_of_a_row_names_its_port():
+def test_conformance_table_names_the_port_closest_to_the_tolerance():
     summary = results.read(results.RESULTS / "conformance.json")["summary"]
     rows = {row.split(" | ")[0].strip("| "): row for row in list(results.conformance("float32"))[2:]}
     assert rows["weights"].endswith("| exact | exact | exact |  |")
@@ -321,14 +321,14 @@ def test_every_tolerance_is_listed():
 # --- Tables and links ---
 
 
-def test_links_lead_to_files():
+def test_links_point_to_existing_files():
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README)
     assert len(links) > 20
     for link in links:
         assert (ROOT / link).exists(), link
 
 
-def test_the_table_of_modules_has_every_module():
+def test_module_table_lists_every_module():
     rows = list(facts.modules())[2:]
     assert [row.split("|")[1].strip() for row in rows[:6]] == [
         *("3.1, left half of Figure 1", "3.1, right half of Figure 1", "3.2", "3.2.3", "3.3", "3.4 and 3.5")
@@ -349,7 +349,7 @@ def test_every_preset_is_listed():
     assert listed == [*TABLE_3, *IMPLEMENTATIONS] == list(ref.PRESETS)
 
 
-def test_the_table_of_formats_has_every_format():
+def test_format_table_lists_every_format():
     page = (DOCS / "reference" / "checkpoint-formats.md").read_text("utf-8")
     rows = re.findall(r"^\| (.+?) \| `(\w+)` \| yes \| (.+?) \|", page, re.MULTILINE)
     assert {name for _, name, _ in rows} == set(importer.FORMATS)
@@ -386,7 +386,7 @@ def test_documented_names_file_is_accepted(tmp_path):
     ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=16, **given.config)
 
 
-def test_every_habit_of_a_framework_is_listed_with_its_test():
+def test_every_framework_test_is_listed_in_the_docs():
     named = set(re.findall(r"`(test_\w+)`", (DOCS / "native" / "tests.md").read_text("utf-8")))
     tests, of_one_framework = set(), set()
     for path in (ROOT / "tests").glob("test_native*.py"):

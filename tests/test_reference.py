@@ -39,7 +39,7 @@ ATTENTIONS = pytest.mark.parametrize("attend", [ref.scaled_dot_product_attention
 
 
 @ATTENTIONS
-def test_attention_of_two_keys(attend):
+def test_attention_of_two_keys_matches_the_closed_form(attend):
     query = np.array([0.0, math.sqrt(2.0)]).reshape(1, 1, 1, 2)
     identity = np.eye(2).reshape(1, 1, 2, 2)
     close(attend(query, identity, identity).ravel(), np.array([1.0, math.e]) / (1.0 + math.e))
@@ -78,7 +78,7 @@ def test_fully_masked_query_outputs_only_the_bias():
     assert seen["context"][1, :, 3].all()
 
 
-def test_layer_norm_by_hand():
+def test_layer_norm_matches_a_hand_computation():
     scale, bias = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.1, 0.2, 0.3, 0.4])
     np.testing.assert_array_equal(functional.layer_norm(np.full((1, 4), 7.0), scale, bias, 1e-6), bias[None])
     x = np.array([[1.0, 2.0, 3.0, 4.0]])  # mean 2.5, biased variance 1.25, and 1.25 + 0.19 = 1.2^2
@@ -95,7 +95,7 @@ def test_layer_norm_survives_a_large_mean_in_float32():
     np.testing.assert_allclose(y, [[0.0, one, -one, 0.0]], rtol=1e-6)
 
 
-def test_activations():
+def test_activations_match_their_definitions():
     x = np.linspace(-6.0, 6.0, 2401)
     np.testing.assert_array_equal(functional.relu(x), [max(0.0, value) for value in x])
     close(functional.gelu(x), [value * (1.0 + math.erf(value / math.sqrt(2.0))) / 2.0 for value in x])
@@ -183,7 +183,7 @@ def test_each_kind_of_dropout_drops_only_its_own_values():
         np.testing.assert_array_equal(query, np.broadcast_to(bias, query.shape))
 
 
-def test_positions_at_known_entries():
+def test_positional_encodings_match_known_entries():
     encoding = ref.sinusoidal_encoding(50, 512)
     np.testing.assert_array_equal(encoding[0], np.tile([0.0, 1.0], 256))
     close(encoding[1, :2], [math.sin(1.0), math.cos(1.0)])
@@ -212,7 +212,7 @@ def test_wavelengths_are_geometric(timescale):
     assert (wavelengths[-1] == pytest.approx(10000.0 * 2.0 * math.pi)) == (timescale == "m_minus_1")
 
 
-def test_layouts_and_offsets_only_reorder():
+def test_layouts_and_offsets_only_reorder_positional_encodings():
     interleaved, split = (ref.sinusoidal_encoding(9, 24, layout) for layout in ("interleaved", "split"))
     np.testing.assert_array_equal(np.concatenate([interleaved[:, 0::2], interleaved[:, 1::2]], axis=1), split)
     np.testing.assert_array_equal(ref.sinusoidal_encoding(5, 24, offset=4), interleaved[4:])
@@ -325,7 +325,7 @@ def test_replaced_tap_changes_everything_downstream():
     close(uniform[f"{path}.weights"], 1.0 / 7.0)
 
 
-def test_initial_weights():
+def test_initial_weights_have_the_documented_distributions():
     config = tiny_config("keras_hub")
     weights = ref.init_weights(config, seed=1)
     assert list(weights) == list(ref.parameter_shapes(config))

@@ -18,7 +18,7 @@ from reference_numpy import backward_trace, fast
 from transformer_spec.names import find
 
 
-def test_the_gradient_is_the_mean_over_tokens():
+def test_gradient_is_the_mean_over_tokens():
     model = tiny_model()
     batch = tiny_batch(model.config)
     once, twice = ref.gradients(model, *batch), ref.gradients(model, *(np.concatenate([ids, ids]) for ids in batch))
@@ -38,14 +38,14 @@ def trained(settings, steps, seed=0, **overrides):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_step_stays_in_the_dtype_of_the_model(fast):
+def test_training_step_keeps_the_dtype_of_the_model(fast):
     """A float32 scalar times a NumPy integer would be a float64 value."""
     config = tiny_model().config
     model = ref.Transformer.from_weights(config, random_weights(config), "float32", fast=fast)
     assert ref.Trainer(model, ref.TrainingConfig()).train_step(*tiny_batch(config)).loss.dtype == np.float32
 
 
-def test_adam_is_algorithm_1():
+def test_adam_matches_algorithm_1_of_its_paper():
     settings = ref.TrainingConfig(warmup_steps=3, learning_rate_factor=0.1, beta1=0.8, beta2=0.95, epsilon=1e-5)
     trainer, results = trained(settings, 5, dropout=NO_DROPOUT)
     model = tiny_model(dropout=NO_DROPOUT)
@@ -73,7 +73,7 @@ def test_adam_is_algorithm_1():
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_accumulation_is_invisible(micro_batches):
+def test_accumulation_gives_the_same_result_as_one_batch(micro_batches):
     (one, expected), (several, found) = (
         trained(ref.TrainingConfig(accumulation_steps=k), 3, dropout=NO_DROPOUT) for k in (1, micro_batches)
     )
@@ -113,7 +113,7 @@ def test_copies_of_a_trained_model_have_no_gradient_buffers():
         assert_same_bits(same.export_weights(), model.export_weights())
 
 
-def test_clipping():
+def test_clipping_scales_the_gradient_to_the_clip_norm():
     (free, (result,)), (clipped, (same,)), (loose, _) = (
         trained(ref.TrainingConfig(clip_norm=norm), 1, dropout=NO_DROPOUT) for norm in (None, 0.1, 1e3)
     )
@@ -126,7 +126,7 @@ def test_clipping():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_run_resumes_bit_for_bit(dtype):
+def test_resumed_run_is_bitwise_identical(dtype):
     settings = ref.TrainingConfig(warmup_steps=2, clip_norm=1.0, accumulation_steps=2)
     before = np.random.get_state()[1].copy()
     whole, _ = trained(settings, 4, seed=7, dropout=RATES, dtype=dtype)
@@ -188,7 +188,7 @@ def test_activation_checkpointing_saves_memory():
     assert saved < 0.2 * added  # only the input of each layer is stored
 
 
-def test_training_keeps_no_scores():
+def test_training_does_not_store_attention_scores():
     model = tiny_model(dropout=RATES)
     source, target, _ = tiny_batch(model.config)
     everything, kept = ref.Recorder(), backward_trace.Activations()
@@ -217,7 +217,7 @@ def test_step_without_labels_changes_no_reference_weights():
     assert_same_bits(trainer.model.export_weights(), before)
 
 
-def test_evaluation_is_the_plain_likelihood():
+def test_evaluation_returns_the_loss_without_smoothing_and_dropout():
     trainer = ref.Trainer(tiny_model(dropout=RATES), ref.TrainingConfig())
     source, target, labels = tiny_batch(trainer.model.config)
     total, tokens = trainer.evaluate(source, target, labels)
@@ -229,7 +229,7 @@ def test_evaluation_is_the_plain_likelihood():
 
 
 @pytest.mark.parametrize("norm_order", tiers.first_alone(["post", "pre"], "training"))
-def test_it_learns_to_copy(norm_order):
+def test_reference_learns_to_copy(norm_order):
     config = tiny_config(
         source_vocab_size=9, target_vocab_size=9, norm_order=norm_order, num_encoder_layers=1, num_decoder_layers=1
     )

@@ -57,7 +57,7 @@ def test_quoted_text_is_never_interpreted_as_markup_or_line_breaks():
     assert "\x9b" not in file.getvalue()
 
 
-def test_a_table_keeps_its_colors_and_no_others():
+def test_table_escapes_color_codes_in_quoted_text():
     file = io.StringIO()
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
     print_summary(console, [replace(SIMPLE, tap="\x1b[31mred")], ["torch"])
@@ -100,7 +100,7 @@ def test_tree_groups_repeated_findings():
     assert len(lines) <= LINES
 
 
-def test_tree_of_gradients():
+def test_tree_marks_the_wrong_gradient():
     config = tiny(attention_bias=True)
     names = [f"at {tap}" for tap in reversed(TAPS[:-1])]
     names += [f"of {name}" for name in reversed(parameter_shapes(config))]
@@ -112,7 +112,7 @@ def test_tree_of_gradients():
     assert len(lines) <= LINES
 
 
-def test_tree_stays_short_whatever_fails():
+def test_tree_stays_short_for_any_failure():
     config = tiny(num_encoder_layers=6, num_decoder_layers=6)
     taps = [*tap_shapes(config, 4, 9, 7), OUTPUT]
     for guilty in (set(taps), set(taps[::3]), {tap for tap in taps if ".layers.3." in tap}, {taps[0]}):
@@ -121,7 +121,7 @@ def test_tree_stays_short_whatever_fails():
         assert any("<- introduced here" in line for line in lines)
 
 
-def test_gradients_outside_of_layers_keep_their_names_in_a_line_of_several():
+def test_gradients_outside_layers_keep_their_names_in_a_shared_line():
     config = tiny(num_encoder_layers=6, num_decoder_layers=6)
     taps = [f"of {tap}" for tap in (*tap_shapes(config, 4, 9, 7), OUTPUT)]
     lines = drawn(blame_of(set(taps), names=taps))

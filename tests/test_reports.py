@@ -41,7 +41,7 @@ def test_result_fits_the_schema(result, tmp_path):
         (lambda result: result["result"]["fingerprint"].update(sha256="?"), ("$.result.fingerprint.sha256", "pattern")),
     ],
 )
-def test_schema_refuses(result, change, violation):
+def test_schema_rejects_invalid_results(result, change, violation):
     broken = json.loads(json.dumps(result))
     change(broken)
     assert violations(broken) == [violation]
@@ -104,7 +104,7 @@ def test_fingerprint_depends_only_on_the_inputs_of_a_check(tmp_path):
 
 @pytest.mark.parametrize(("place", "step"), [(Path, "write_text"), (os, "replace")], ids=["write", "replace"])
 @pytest.mark.parametrize("write", [write_json, write_html])
-def test_a_report_is_written_whole_or_not_at_all(write, place, step, result, tmp_path, monkeypatch):
+def test_report_is_written_completely_or_not_at_all(write, place, step, result, tmp_path, monkeypatch):
     path = tmp_path / "report"
     write(path, result)
     old = path.read_bytes()

@@ -75,7 +75,7 @@ def test_page_contains_the_complete_result(result):
     assert "object at 0x" not in page.text
 
 
-def test_numbers_of_cases_and_comparisons_agree(result):
+def test_page_counts_cases_and_comparisons_consistently(result):
     """A case with multiple dtypes is one case, and skipped cases aren't included in the comparisons."""
     text = " ".join(Page(html(result)).text.split())
     assert "2 ports4 cases" in text  # two list items
@@ -105,7 +105,7 @@ def test_page_without_comparisons_is_incomplete():
         assert words in page.text
 
 
-def test_page_of_agreement(result):
+def test_page_of_an_agreeing_result_shows_no_failure(result):
     text = html(result_of([*run_of("jax", "float64"), *run_of("torch", "float64")]))
     page = Page(text)
     assert page.count("tr", "fine") == len(TAPS)
@@ -115,7 +115,7 @@ def test_page_of_agreement(result):
     assert f"full/padded: all {len(TAPS)} taps are within tolerance" in page.text
 
 
-def test_page_from_the_file_is_the_same(result, tmp_path):
+def test_page_created_from_the_result_file_is_identical(result, tmp_path):
     write_json(tmp_path / "result.json", result)
     assert html(json.loads((tmp_path / "result.json").read_text("utf-8"))) == html(result)
 
@@ -165,7 +165,7 @@ def open_page(browser: str, path: Path, *more: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_page_in_a_browser(browser, result, tmp_path):
+def test_page_renders_completely_in_a_browser(browser, result, tmp_path):
     write_html(tmp_path / "page.html", result)
     text, console = open_page(browser, tmp_path / "page.html")
     assert console == ""
@@ -183,14 +183,14 @@ def probed(browser, result, tmp_path, width):
     return json.loads(re.search(r"<pre>(.*)</pre>", text)[1])
 
 
-def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
+def test_page_fits_a_phone_and_filters_failures(browser, result, tmp_path):
     said = probed(browser, result, tmp_path, 400)
     assert said.pop("tall") > 900
     failing = len(TAPS) - TAPS.index(GUILTY)
     assert said == {"all": len(TAPS), "wide": 0, "failing": failing, "maps": 3, "clipped": True}
 
 
-def test_a_passing_page_has_two_screens_and_no_map(browser, tmp_path):
+def test_page_of_a_passing_check_fits_two_screens_without_maps(browser, tmp_path):
     components = [f"part {i}" for i in range(18)]  # as many as in a complete check
     findings = [finding for name in ("torch", "jax") for dtype in SETTING.dtypes for finding in run_of(name, dtype)]
     findings += [
@@ -201,6 +201,6 @@ def test_a_passing_page_has_two_screens_and_no_map(browser, tmp_path):
     assert said == {"all": len(TAPS), "wide": 0, "failing": len(TAPS), "maps": 0, "clipped": True}
 
 
-def test_an_error_in_the_browser_would_be_seen(browser, tmp_path):
+def test_browser_error_is_detected_by_the_tests(browser, tmp_path):
     (tmp_path / "page.html").write_text("<script>console.error('broken')</script>", "utf-8")
     assert "broken" in open_page(browser, tmp_path / "page.html")[1]

@@ -86,14 +86,14 @@ def test_a_command_writes_its_result_in_the_envelope(name, here):
 
 
 @pytest.mark.parametrize("line", ["info", "info --names marian", f"info {SHIPPED}"])
-def test_info_prints_it(line, capsys):
+def test_info_prints_a_valid_json_result(line, capsys):
     assert main([*line.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert violations(document) == []
     assert (document["command"], document["verdict"]) == ("info", None)
 
 
-def test_translate_prints_it_as_the_last_line(capsys, ports):
+def test_translate_prints_the_json_result_as_the_last_line(capsys, ports):
     assert main(["translate", "--text", "3 May 2024", "--backend", "numpy", "--json"]) == 0
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["hypotheses"][0]["text"] == "2024-05-03"
@@ -107,7 +107,7 @@ def test_translate_prints_it_as_the_last_line(capsys, ports):
         assert (last["verdict"], last["result"]["same"]) == ("AGREE", 1)
 
 
-def test_train_writes_it_into_the_directory_of_the_run(here, monkeypatch):
+def test_train_writes_the_json_result_to_the_run_directory(here, monkeypatch):
     monkeypatch.setattr(corpora, "DATES_TRAINED", 60)
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
     assert main(f"train --task dates --backend numpy --steps 2 --out run {SMALL}".split()) == 0
@@ -181,7 +181,7 @@ def test_file_without_a_result_is_not_deleted(stale, capsys):
         assert (stale / "result.json").read_text() == STALE["result.json"]
 
 
-def test_links_and_devices_remain(stale):
+def test_links_and_devices_are_not_deleted(stale):
     (stale / "link.json").symlink_to("result.json")
     assert main(["compare", "absent", "x", "--json", "link.json"]) == 3
     assert (stale / "link.json").is_symlink()
@@ -234,7 +234,7 @@ def test_schema_ties_the_verdict_to_the_exit_code():
         ({"result": {"path": "a"}}, ("$.result", "required")),
     ],
 )
-def test_the_schema_refuses(change, violation):
+def test_result_schema_rejects_invalid_documents(change, violation):
     result = {"path": "a", "out": "b", "format": "hf", "files": [], "notes": []}
     document = envelope("export", result, compares=False, seconds=0.5)
     assert violation in violations({**document, **change})
@@ -244,7 +244,7 @@ def test_the_schema_refuses(change, violation):
 
 
 @pytest.mark.parametrize("machine", ["amd", "intel"])
-def test_the_committed_results_of_bench_fit(machine):
+def test_committed_bench_results_match_the_schema(machine):
     paths = [path for path in (ROOT / "benchmarks" / machine).glob("*.json") if "translate" not in path.name]
     for path in paths:
         if path.name != "import.json":

@@ -31,7 +31,7 @@ PREFIXES = [(5,), (6, 9, 4), (), (11, 3), (7,)]  # one for each of the five sent
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["plain"], pytest.param(SETTINGS["all"], marks=REPEATED)])
-def test_all_packages_draw_the_same_samples(backend, settings):
+def test_all_packages_generate_the_same_samples(backend, settings):
     config, weights = lively()
     expected = reference_numpy.sample(load_reference(config, weights), sources(config), 3, seed=7, **settings)
     found = backend.package.sample(load(backend, config, weights), sources(config), 3, seed=7, **settings)
@@ -66,7 +66,7 @@ def test_random_number_close_to_one_draws_an_allowed_token():
 
 
 @REPEATED
-def test_a_sample_depends_on_seed_and_place_only(backend):
+def test_sample_depends_only_on_seed_and_index(backend):
     config, weights = lively()
     model, source_ids, sample = load(backend, config, weights), sources(config), backend.package.sample
     found = sample(model, source_ids, 3, seed=1, max_length=9)
@@ -90,7 +90,7 @@ def test_sampling_from_a_single_token_equals_greedy_search(backend):
         np.testing.assert_allclose(found.nbest_scores, greedy.nbest_scores, TOLERANCE)
 
 
-def test_samples_without_a_cache_are_the_same():
+def test_samples_with_and_without_cache_are_identical():
     config, weights = lively()
     model = load_reference(config, weights)
     cached, whole = (
@@ -117,7 +117,7 @@ def test_samples_follow_the_rules(backend):
 
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
-def test_a_prefix_is_forced_upon_its_sentence_only(backend, search):
+def test_prefix_is_forced_only_in_its_own_sentence(backend, search):
     """The result matches a search for each individual sentence with its prefix as ``forced_ids``."""
     config, weights = lively()
     model, source_ids, find = load(backend, config, weights), sources(config), getattr(backend.package, search)
@@ -132,7 +132,7 @@ def test_a_prefix_is_forced_upon_its_sentence_only(backend, search):
             assert found.scores[row] == pytest.approx(alone.scores[0], rel=TOLERANCE)
 
 
-def test_prefixes_may_be_padded_arrays_and_tensors():
+def test_prefixes_can_be_padded_arrays_and_tensors():
     config, weights = lively()
     model = load_reference(config, weights)
     padded = np.zeros((5, 3), int)
@@ -160,7 +160,7 @@ def test_hugging_face_search_from_a_prefix_gives_the_same_ids(num_beams):
 # --- Scores of given translations. ---
 
 
-def test_scores_are_hugging_faces_transition_scores():
+def test_scores_match_the_transition_scores_of_hugging_face():
     config, weights, source_ids, theirs = _hugging_face()
     found = theirs(np.zeros((5, 0), int), {"num_beams": 1, "do_sample": False})
     model = third_party.marian_model(config, weights)
@@ -206,7 +206,7 @@ def test_scores_can_be_differentiated():
 
 
 @pytest.mark.parametrize("search", [*EITHER, "sample"])
-def test_results_as_arrays_of_the_framework(port, search):
+def test_results_can_be_arrays_of_the_framework(port, search):
     config, weights = lively()
     model, source_ids, find = load(port, config, weights), sources(config), getattr(port.package, search)
     found, native = (find(model, source_ids, max_length=9, as_numpy=as_numpy) for as_numpy in (True, False))
@@ -275,14 +275,14 @@ def test_score_rejects_invalid_target_ids(backend, target_ids, error, message):
         (13, ValueError, "start_id must be in [0, 13): got 13"),
     ],
 )
-def test_the_start_of_a_score_is_checked(backend, start_id, error, message):
+def test_invalid_start_token_of_a_score_is_rejected(backend, start_id, error, message):
     config, weights = lively()
     with pytest.raises(error) as raised:
         backend.package.score(load(backend, config, weights), sources(config), np.full((5, 3), 5), start_id=start_id)
     assert str(raised.value) == message
 
 
-def test_settings_of_sampling_need_a_seed():
+def test_sampling_settings_require_a_seed():
     for settings in ({"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}):
         with pytest.raises(ValueError, match="require sampling: got no seed"):
             Search(**settings)

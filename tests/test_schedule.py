@@ -55,7 +55,7 @@ def trained_by(rate: Callable[[int], float]) -> Tensors:
     ],
     ids=["of the step before", "of the next step", "constant", "constant in two parts", "halved from step 11 on"],
 )
-def test_rates_are_measured_and_described(rate: Callable[[int], float], words: str) -> None:
+def test_learning_rates_are_measured_and_described(rate: Callable[[int], float], words: str) -> None:
     """Losses and weights determine the learning rate of each step."""
     shown = trained_by(rate)
     rates = measured_rates(CASE, shown)
@@ -111,7 +111,7 @@ def test_rates_do_not_explain_a_different_optimizer() -> None:
     assert measured_rates(CASE, trained(other)) == []
 
 
-def test_rates_need_weights_after_the_first_step() -> None:
+def test_learning_rates_are_not_measured_without_weights_after_the_first_step() -> None:
     """Without weights, a wrong explanation can't be refuted."""
     shown = {name: array for name, array in trained_by(lambda step: 1e-3).items() if " weight " not in name}
     assert measured_rates(CASE, shown) == []

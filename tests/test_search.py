@@ -109,7 +109,7 @@ def test_wide_beam_matches_exhaustive_enumeration(backend, alpha, kind):
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(5, marks=REPEATED)])
 @pytest.mark.extended("searches", "jax", "tf")
-def test_beam_search_is_the_textbooks(backend, beam_size):
+def test_beam_search_matches_the_textbook_algorithm(backend, beam_size):
     config, weights = lively()
     reference, source_ids = load_reference(config, weights), sources(config)
     model, count = load(backend, config, weights), min(beam_size, 3)
@@ -127,7 +127,7 @@ def test_beam_search_is_the_textbooks(backend, beam_size):
     assert len(lengths) > 1  # beams finish at different times
 
 
-def test_greedy_search_takes_the_likeliest(backend):
+def test_greedy_search_matches_the_textbook_algorithm(backend):
     config, weights = lively()
     reference, source_ids = load_reference(config, weights), sources(config)
     found = backend.package.greedy_search(load(backend, config, weights), source_ids, max_length=11)
@@ -152,7 +152,7 @@ def textbook_greedy(model, source, max_length):
 
 
 @REPEATED
-def test_the_search_stops_as_early_as_is_exact(backend):
+def test_beam_search_stops_as_early_as_an_exact_result_allows(backend):
     """The search continues only while the most likely unfinished hypothesis could still become the best."""
     config, weights = lively()
     model, reference = load(backend, config, weights), load_reference(config, weights)
@@ -179,7 +179,7 @@ def log_probability_of(model, source, tokens):
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(4, marks=REPEATED)])
 @REPEATED
-def test_hugging_face_finds_the_same(backend, beam_size):
+def test_hugging_face_search_gives_the_same_result(backend, beam_size):
     """The ``marian`` preset starts with padding, which is never generated, and uses n^alpha as length penalty."""
     config = tiny_config("marian", max_length=64)
     weights = random_weights(config, 2)
@@ -242,7 +242,7 @@ def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
 
 @pytest.mark.parametrize("kind", ["Beam", "FastBeam"])
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_largest_of_many(port, count, kind):
+def test_top_values_and_indices_match_the_reference(port, count, kind):
     """The result matches the reference for any number of blocks, ties, and NaN values."""
     ours = getattr(import_module(f"{port.package.__name__}.search"), kind).top
     theirs = reference_numpy.search.top
@@ -276,7 +276,7 @@ def largest(name, top, values, count):
 
 @REPEATED
 @pytest.mark.parametrize("search", EITHER)
-def test_bfloat16_adds_up_in_float32(port, search):
+def test_bfloat16_scores_are_summed_in_float32(port, search):
     """The score of one token is the float32 log-softmax of bfloat16 logits."""
     config, weights = lively()
     model = load(port, config, weights, "bfloat16")
@@ -287,12 +287,12 @@ def test_bfloat16_adds_up_in_float32(port, search):
 
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=REPEATED)])
-def test_types_of_the_result(backend, dtype):
+def test_search_results_have_the_documented_types(backend, dtype):
     _check_types(backend, dtype)
 
 
 @REPEATED
-def test_types_of_the_result_in_bfloat16(port):
+def test_bfloat16_search_results_have_the_documented_types(port):
     _check_types(port, "bfloat16")
 
 

@@ -43,7 +43,7 @@ def _step_by_step(model, source_ids, target_ids):
 
 
 @pytest.mark.parametrize("preset", tiers.presets())
-def test_cached_equals_uncached_step_by_step(backend, preset):
+def test_cached_steps_match_uncached_steps(backend, preset):
     case = preset_case(preset)
     assert (case.inputs["source_ids"] == case.config.pad_id).any()
     weights = random_weights(case.config)
@@ -51,7 +51,7 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
 
 
 @pytest.mark.parametrize("beam_size", [1, 2])
-def test_a_step_takes_several_tokens(backend, beam_size):
+def test_decode_step_accepts_multiple_tokens(backend, beam_size):
     """Decoding a prefix, one token, and two tokens matches a forward pass, including padding within the target."""
     config, weights = lively(skip_first_self_attention=True, num_decoder_layers=2)
     model, source_ids = load(backend, config, weights), sources(config)
@@ -124,7 +124,7 @@ def check_steps(backend, config, weights, source_ids, target_ids):
 
 
 @pytest.mark.extended("searches", "jax", "tf")
-def test_the_hypotheses_of_a_sentence_share_its_memory(backend):
+def test_hypotheses_of_a_sentence_share_the_encoder_memory(backend):
     config, weights = lively()
     source_ids, target_ids = sources(config), sources(config, 5, (7,) * 15)
     whole = load_reference(config, weights)(source_ids.repeat(3, 0), target_ids)
@@ -132,7 +132,7 @@ def test_the_hypotheses_of_a_sentence_share_its_memory(backend):
     np.testing.assert_allclose(stepwise, whole, atol=TOLERANCE * np.abs(whole).max())
 
 
-def test_a_step_shows_the_taps_of_its_position(backend):
+def test_decode_step_records_the_taps_of_its_position(backend):
     config, weights = lively()
     source_ids, target_ids = sources(config), sources(config, 5, (3,) * 5)
     expected = Recorder("target_embedding.**", "decoder.**", "logits")
@@ -155,7 +155,7 @@ def test_a_step_shows_the_taps_of_its_position(backend):
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_the_reference_finds_the_same_without_a_cache(search):
+def test_reference_search_without_cache_gives_the_same_result(search):
     for seed in range(4):
         config, weights = lively(seed=seed)
         model, source_ids = load_reference(config, weights), sources(config, seed)

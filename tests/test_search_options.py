@@ -14,7 +14,7 @@ import reference_numpy
 
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
-def test_a_sentence_does_not_depend_on_its_batch(backend, search):
+def test_search_result_does_not_depend_on_the_batch(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
     find = getattr(backend.package, search)
@@ -26,7 +26,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
 
 
 @REPEATED
-def test_the_maximum_length_follows_each_source(backend):
+def test_maximum_length_follows_each_source_sentence(backend):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] = -1e3  # EOS is never generated
     for find in (backend.package.greedy_search, backend.package.beam_search):
@@ -40,7 +40,7 @@ def test_the_maximum_length_follows_each_source(backend):
 
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
-def test_lengths_and_start_symbol(backend, search):
+def test_length_limits_and_start_token_are_applied(backend, search):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] += 1e3
     model, find = load(backend, config, weights), getattr(backend.package, search)
@@ -76,7 +76,7 @@ def test_searches_never_generate_padding(backend, search):
 
 @pytest.mark.parametrize("search", EITHER)
 @pytest.mark.extended("searches", "tf")
-def test_each_step_is_shown(backend, search):
+def test_callback_receives_the_tokens_of_each_step(backend, search):
     config, weights = lively()
     options = {"max_length": 8, **({"beam_size": 3} if search == "beam_search" else {})}
     expected, shown = [], []
@@ -157,7 +157,7 @@ def limited(backend):
         for bad in several
     ],
 )
-def test_bad_input_is_refused_with_the_same_words(backend, limited, search, name, value, error, message):
+def test_invalid_input_raises_the_same_error_in_every_backend(backend, limited, search, name, value, error, message):
     options = {"source_ids": [[3, 4, 5], [6, 7, 8]], name: value}
     with pytest.raises(error) as caught:
         getattr(backend.package, search)(limited, options.pop("source_ids"), **options)
@@ -173,7 +173,7 @@ def test_min_length_above_max_length_raises_value_error(backend):
             find(model, [[3, 4]], min_length=60)
 
 
-def test_a_model_without_an_end(backend):
+def test_search_rejects_a_model_whose_eos_is_padding(backend):
     model = load(backend, *lively(eos_id=0))
     for find in (backend.package.greedy_search, backend.package.beam_search):
         with pytest.raises(ValueError, match="eos_id must differ from pad_id in a search: both are 0"):
@@ -193,7 +193,7 @@ def test_search_raises_if_the_model_computes_nan(backend, size):
             find(model, [[3, 4]], max_length=3)
 
 
-def test_bad_steps_are_refused_with_the_same_words(backend, limited):
+def test_invalid_decode_steps_raise_the_same_error_in_every_backend(backend, limited):
     source_ids = [[3, 4, 5], [6, 7, 8]]
     for options, error, message in (
         ({"capacity": 0}, ValueError, "capacity must be at least 1: got 0"),

@@ -113,7 +113,7 @@ def test_hugging_face_rules_change_most_results():
     assert max(same.values()) <= 0.75 * count, same
 
 
-def test_a_generation_config_is_read():
+def test_generation_config_is_converted_to_a_search():
     config = lively_marian()[0]
     opus = {
         **{"num_beams": 4, "max_length": 512, "bad_words_ids": [[config.pad_id]], "renormalize_logits": True},
@@ -303,7 +303,7 @@ BAD_RULES = [
 
 
 @pytest.mark.parametrize(("fields", "error", "message"), BAD_RULES)
-def test_bad_rules_are_refused(fields, error, message):
+def test_invalid_rules_in_a_dict_are_rejected(fields, error, message):
     with pytest.raises(error) as caught:
         SearchRules.from_dict(fields)
     assert str(caught.value) == message
@@ -338,14 +338,14 @@ def test_invalid_rules_raise_the_same_error_in_every_backend(backend, search):
         ({"rules": SearchRules(max_length_extra=10**30)}, 2**32 + 1),
     ],
 )
-def test_a_length_beyond_all_integers_is_refused(backend, options, longest):
+def test_length_beyond_the_integer_range_is_rejected(backend, options, longest):
     config, weights, source_ids = lively_marian()
     model = load(backend, config, weights)
     with pytest.raises(ValueError, match=f"^max_length must be at most {2**31 - 1}: got {longest}$"):
         backend.package.greedy_search(model, source_ids[:1, :3], **options)
 
 
-def test_numpys_numbers_in_rules_become_pythons():
+def test_numpy_numbers_in_rules_become_python_numbers():
     rules = SearchRules(max_length_factor=np.float32(1.5), max_length_extra=np.int64(2), forced_ids=[np.int32(5)])
     assert json.loads(json.dumps(rules.to_dict())) == rules.to_dict()
     assert rules.max_lengths([3, 4]).tolist() == [6, 8]

@@ -35,7 +35,7 @@ def every() -> list:
 
 
 @pytest.mark.parametrize(("name", "part", "bug"), every())
-def test_bug_is_caught_located_and_named(name, part, bug):
+def test_bug_is_detected_located_and_identified(name, part, bug):
     trial = trials.try_out(name, part, bug)
     assert trial.caught, "not caught"
     assert trial.located, trial.said
@@ -55,7 +55,7 @@ def test_bug_names_are_unique_and_most_bugs_can_be_named():
     assert only_there == {"jax": by_length, "tf": by_length}
 
 
-def test_the_figures_of_the_site_are_those_of_the_catalog():
+def test_figures_on_the_site_match_the_catalog():
     """Compare only the totals, because the tests above check each bug.
 
     After changing the catalog, run `parity selftest --json FILE` and docs/results/keep.py.
@@ -75,7 +75,7 @@ def finding(tap, verdict=DIVERGES, detail=""):
     return Finding("torch", "float64", "", "", "taps", tap, 1.0, 0.0, verdict, detail)
 
 
-def test_a_bug_in_the_wrong_place_is_not_located():
+def test_difference_at_the_wrong_location_does_not_locate_a_bug():
     bug = Bug("a bug", "logits")
     assert trials.where_it_is([finding("logits"), finding("output")], bug)
     assert not trials.where_it_is([finding("encoder.output"), finding("logits")], bug)
@@ -93,7 +93,7 @@ def test_equivalent_change_is_not_reported_as_a_bug():
 
 
 @pytest.mark.only("torch")
-def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+def test_selftest_prints_a_table_and_writes_json(tmp_path, capsys):
     path = tmp_path / "selftest.json"
     assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 0
     printed = capsys.readouterr().out

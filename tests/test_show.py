@@ -48,7 +48,7 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
     assert sorted(path.name for path in directory.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
 
 
-def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_figure(capsys, tmp_path, monkeypatch):
     def fail(path, content):
         path.write_text("half a pic")
         raise OSError("no space left")
@@ -128,7 +128,7 @@ def test_attention_figure_uses_installed_backends(monkeypatch):
     assert draw("attention", "--backends", "torch") == ["torch"]
 
 
-def test_attention_of_a_weight_file(tmp_path):
+def test_attention_of_a_weight_file_can_be_plotted(tmp_path):
     sizes = {"source_vocab_size": 400, "target_vocab_size": 500, "d_model": 22, "num_heads": 11, "d_ff": 8}
     config = ref.TransformerConfig.preset("marian", tie_embeddings="none", **sizes)
     ref.save_weights(tmp_path / "mine.safetensors", config, hard_weights(config))

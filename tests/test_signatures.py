@@ -74,7 +74,7 @@ def test_error_signature_is_described(actual, wanted, said):
         (STATES[:, :1], STATES, []),
     ],
 )
-def test_places_are_facts_and_name_no_cause(actual, wanted, where):
+def test_wrong_positions_are_stated_without_a_cause(actual, wanted, where):
     assert places(actual, wanted) == where
 
 
@@ -114,7 +114,7 @@ def test_wrongly_masked_keys_are_described_by_their_distance():
     assert said.endswith(": each is 1 position after its query")
 
 
-def test_an_error_as_small_as_rounding_has_no_places():
+def test_small_error_elsewhere_prevents_a_statement_about_positions():
     actual = spoilt(spoilt(STATES, np.s_[1], 1e-7), np.s_[2], 1e-10)  # sentence 2 is wrong too
     assert not any("sentences" in where for where in places(actual, STATES))
     assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["among sentences 0 to 3, only 1 differs"]

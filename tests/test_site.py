@@ -113,7 +113,7 @@ def test_highlighting_keeps_every_character(code):
     assert all(line.count("<mark>") == line.count("</mark>") for line in html.split("\n"))
 
 
-def test_panes_are_the_code_of_the_packages():
+def test_panes_show_the_code_of_the_packages():
     found = panes.pieces("MultiHeadAttention.forward")
     assert list(found) == list(panes.PACKAGES)
     html = panes.panes("MultiHeadAttention.forward", found, 0)
@@ -152,7 +152,7 @@ def test_missing_facts_fail_the_build():
     assert catalog.comment("x = 1\n", "one") is None
 
 
-def test_a_bug_shows_whole_lines():
+def test_bug_entry_shows_whole_lines():
     source = "def f():\n    a = g(1,\n          2)\n    return a"
     assert catalog.whole_lines(source, "2)", "3)") == ("2)", "3)")
     assert catalog.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
@@ -238,7 +238,7 @@ def test_palette_has_sufficient_contrast(theme):
         assert contrast(colors[mark], colors["pane"]) >= 3, mark
 
 
-def test_backends_have_their_colors_from_one_place():
+def test_backend_colors_are_defined_only_in_the_style():
     """No other file specifies a backend's color, and figures use only the style's colors."""
     assert {name: style.PAGE[name][0] for name in style.BACKENDS} == style.BACKENDS
     assert all(contrast(color, "#ffffff") >= 3 for color in style.BACKENDS.values())
@@ -271,14 +271,14 @@ def test_katex_files_have_the_same_version():
 
 
 @pytest.mark.parametrize("name", compute.EXAMPLES)
-def test_the_four_agree_about_an_example(name):
+def test_packages_agree_on_the_values_of_an_example(name):
     report = json.loads((DOCS / "examples" / f"{name}.json").read_text("utf-8"))
     assert list(report["values"]) == list(panes.PACKAGES)
     assert max(example_numbers.furthest_apart(name, list(report["values"]["numpy"])).values()) <= 1e-12
 
 
 @pytest.mark.extended("examples", "jax", "tf")
-def test_examples_are_computed_again(backend):
+def test_examples_computed_again_match_the_stored_values(backend):
     for name in compute.EXAMPLES:
         kept = example_numbers.example(name)["values"][backend.name]
         again = compute.compute(name, backend.name)
@@ -327,7 +327,7 @@ QUICK = ("--stage", "activations", "--dtype", "float64")
 
 
 @pytest.mark.extended("site")
-def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
+def test_broken_port_is_diagnosed_as_shown(tmp_path):
     shutil.copy(DOCS / "examples" / "broken_port.py", tmp_path)
     code, printed = check_port(tmp_path, "--port", "broken_port:MyPort", *QUICK)
     assert code == 1, printed
@@ -340,7 +340,7 @@ def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
 
 
 @pytest.mark.extended("site")
-def test_the_fixed_port_of_the_quick_start_agrees_as_shown(tmp_path):
+def test_fixed_port_of_the_quick_start_agrees_as_shown(tmp_path):
     page = (DOCS / "quickstart.md").read_text("utf-8")
     code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "broken_port.py").write_text(re.sub(r".*  # the bug\n", "", code))
@@ -351,7 +351,7 @@ def test_the_fixed_port_of_the_quick_start_agrees_as_shown(tmp_path):
 
 
 @pytest.mark.extended("site")
-def test_a_new_port_agrees_as_the_readme_shows(tmp_path, monkeypatch):
+def test_new_port_agrees_as_shown_in_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init-port", "--framework", "other"]) == 0
     ended, printed = check_port(tmp_path, "--port", "my_port:MyPort")

@@ -97,7 +97,7 @@ def is_local(link: str) -> bool:
 
 
 @pytest.mark.extended("site")
-def test_links_and_anchors_lead_somewhere(site, pages):
+def test_links_and_anchors_have_targets(site, pages):
     lost = []
     for path, page in pages.items():
         for link in filter(is_local, page.links):
@@ -194,7 +194,7 @@ def look(chromium, site):
 @pytest.mark.extended("site")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_pages_fit(look, width, theme):
+def test_pages_fit_the_screen_width(look, width, theme):
     too_wide = []
     for name in SHOWN:
         page = look(name, width, theme)
@@ -259,7 +259,7 @@ def test_framework_choice_is_kept_in_links_without_local_storage(look):
 
 
 @pytest.mark.extended("site")
-def test_tabs_are_worked_by_keyboard(look):
+def test_tabs_can_be_operated_by_keyboard(look):
     page = look("paper/attention.html", 400)
     page.locator(".panes-tabs [role=tab][aria-selected=true]").first.focus()
     keys = {"ArrowRight": "jax", "End": "tf", "ArrowLeft": "jax", "Home": "numpy"}
@@ -284,13 +284,13 @@ def test_panes_form_a_two_by_two_grid_and_long_lines_wrap(look):
 
 
 @pytest.mark.extended("site")
-def test_formulas_are_set(look):
+def test_formulas_are_rendered(look):
     page = look("paper/attention.html")
     assert page.locator(".math .katex").count() == page.locator(".math").count() > 2
 
 
 @pytest.mark.extended("site")
-def test_a_bug_shows_the_code_of_the_framework_of_choice(look):
+def test_bug_entry_shows_the_code_of_the_chosen_framework(look):
     page = look("paper/attention.html")
     page.get_by_text("scores not scaled").click()
     assert page.locator("details[open] .only.torch ins").first.is_visible()
@@ -300,7 +300,7 @@ def test_a_bug_shows_the_code_of_the_framework_of_choice(look):
 
 
 @pytest.mark.extended("site")
-def test_softmax_is_found(look):
+def test_search_page_finds_softmax(look):
     page = look("search.html", query="q=softmax")
     page.get_by_text("Search finished").wait_for(timeout=30_000)
     assert any("Scaled dot-product attention" in found for found in page.locator("ul.search li").all_text_contents())

@@ -48,7 +48,7 @@ def pieces(out):
         ("ACTIVATIONS", "ACTIVATIONS: ", '"relu": '),
     ],
 )
-def test_source_prints_the_four(capsys, name, first, inside):
+def test_source_prints_the_code_of_all_packages(capsys, name, first, inside):
     out = parity(capsys, "source", name)[1]
     assert [place.partition("/")[0] for place in pieces(out)] == PACKAGES
     for place, text in pieces(out).items():
@@ -105,7 +105,7 @@ def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_piece_is_the_code_in_the_file(package):
+def test_every_extracted_definition_matches_its_file(package):
     for module in parsed(package).modules.values():
         for name, node in module.definitions.items():
             assert ast.dump(ast.parse(module.find(name, docstrings=True).code)) == ast.dump(ast.Module([node], []))
@@ -157,7 +157,7 @@ def test_source_comments_point_at_differing_tokens(capsys):
         assert place.endswith(f"{marks.total} tokens, {', '.join(counts)}")
 
 
-def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
+def test_source_compares_with_the_reference_even_if_it_is_not_printed(capsys):
     both = [parity(capsys, "source", "LayerNorm", "--backends", names)[1] for names in ("numpy,tf", "tf")]
     assert both[0].partition("# transformer_tf")[2] == both[1].partition("# transformer_tf")[2]
     lacking = printed_pieces(parity(capsys, "source", "Configured", "--backends", "torch,tf")[1])
@@ -172,7 +172,7 @@ def test_source_prints_docstrings_unchanged(capsys):
 
 @pytest.mark.parametrize("width", [60, 100, 240])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
-def test_marks_survive_folding(width, name):
+def test_marks_are_kept_in_folded_lines(width, name):
     """Every token that differs is highlighted, and its line is marked in the margin, even without colors."""
     found = {package: parsed(package).find(name) for package in PACKAGES}
     marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")

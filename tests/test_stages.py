@@ -28,7 +28,7 @@ from transformer_parity.transformer.stages.stage import Stage, Way
 CASES = {case.stage: case for case in reversed(standard_cases()) if not case.block}
 
 
-def test_the_stages_have_names_and_an_order():
+def test_stages_have_names_and_an_order():
     assert list(STAGES) == [ACTIVATIONS, GRADIENTS, STEPS, DECODE]
     assert {name: stage.name for name, stage in STAGES.items()} == {name: name for name in STAGES}
 
@@ -66,7 +66,7 @@ class Shifted(LoadedPackage):
 
 
 @pytest.mark.parametrize(("loaded", "verdict"), [(LoadedPackage, AGREES), (Shifted, DIVERGES)])
-def test_a_new_stage_takes_a_class_and_an_entry(monkeypatch, loaded, verdict):
+def test_new_stage_requires_only_a_class_and_a_registry_entry(monkeypatch, loaded, verdict):
     monkeypatch.setitem(STAGES, Means.name, Means())
     case = replace(CASES[ACTIVATIONS], stage=Means.name, component=Means.component)
     port = replace(PORTS["numpy"], loaded=loaded)

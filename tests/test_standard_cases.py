@@ -178,7 +178,7 @@ OF_A_PACKAGE = {
         for what, (case, *edit) in ({**BUGS, **own} if name in ("numpy", "torch") else own).items()
     ],
 )
-def test_a_bug_is_caught(name, case, edit):
+def test_bug_in_a_less_common_call_is_detected(name, case, edit):
     wrong = replace(PORTS[name], package=edited_package(PORTS[name].package, (tuple(edit),)).__name__)
     found = {finding.verdict for finding in compare([CASES[case]], wrong, Placements(("float64",)))}
     assert found - {AGREES, SKIPPED}
@@ -192,7 +192,7 @@ WIDE = {  # package: the text that converts bfloat16 logits to float32, and its 
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in WIDE])
-def test_a_loss_in_bfloat16_is_caught(name):
+def test_loss_computed_in_bfloat16_is_detected(name):
     package = edited_package(PORTS[name].package, (("training", *WIDE[name]),)).__name__
     for port, verdict in ((PORTS[name], AGREES), (replace(PORTS[name], package=package), IMPRECISE)):
         findings = compare([CASES[LOSS]], port, Placements(("bfloat16",)))
@@ -212,6 +212,6 @@ def test_right_tokens_after_wrong_steps_are_diagnosed():
 
 @pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS, DEFAULTS, LIMITS, FORMULAS, LOSS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("numpy", "torch")])
-def test_the_packages_agree_without_a_bug(name, case):
+def test_packages_agree_without_a_bug(name, case):
     findings = compare([CASES[case]], PORTS[name], Placements(("float64",)))
     assert {finding.verdict for finding in findings} == {AGREES}

@@ -139,7 +139,7 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
         ),
     ],
 )
-def test_numbers_of_an_optimizer_are_measured(edits: Sequence[tuple[str, str, str]], name: str) -> None:
+def test_optimizer_hyperparameters_are_measured(edits: Sequence[tuple[str, str, str]], name: str) -> None:
     """The measured values hold in all cases, like hard-coded values that ignore the settings."""
     found = diagnosed(edits)
     assert found.confidence == EXACT

@@ -319,7 +319,7 @@ def test_change_in_a_single_port_is_detected(package, change):
     assert any(what.startswith(seen) for what in found), found
 
 
-def test_a_module_more_or_less_is_seen():
+def test_missing_and_additional_modules_are_detected():
     reference, port = read(REFERENCE), read(PORTS[0])
     port["cache"] = port.pop("masks")
     assert {("", "lacks module masks"), ("", "adds module cache")} <= set(differences(reference, port))

@@ -19,7 +19,7 @@ def case(preset="bart", **changes):
     return config, random_weights(config), table_of("bart")
 
 
-def test_there_and_back():
+def test_weights_round_trip_through_a_table():
     config, weights, table = case()
     tensors = give(table, weights, config)
     assert tensors["lm_head.weight"].shape == (config.target_vocab_size, config.d_model)
@@ -39,7 +39,7 @@ def test_layers_are_counted_from_0_or_from_1():
     assert len(named) == config.num_encoder_layers + config.num_decoder_layers
 
 
-def test_a_name_in_two_rows_is_a_bug_of_the_table():
+def test_name_in_two_rows_of_a_table_raises_an_error():
     config, _, table = case()
     with pytest.raises(ValueError, match=r"output_proj\.bias must have only one name: got final_logits_bias and bias"):
         spelled_out((*table, Row("output_proj.bias", "bias")), config)
@@ -86,7 +86,7 @@ def test_ignored_tensors_are_not_imported_as_weights():
 
 
 @pytest.mark.parametrize("form", [AS_IS, TRANSPOSED])
-def test_the_same_bytes(form):
+def test_same_compares_dtype_shape_and_bytes(form):
     one = np.array([[0.0, np.nan], [1.0, 2.0]], np.float32)
     one = one.T if form == TRANSPOSED else one
     assert same(one, one.copy())
@@ -95,7 +95,7 @@ def test_the_same_bytes(form):
     assert not same(one, one[:1])
 
 
-def test_an_origin_is_plain_values():
+def test_origin_round_trips_through_a_dict():
     origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, license=None)
     assert Origin.from_dict(origin.to_dict()) == origin
     with pytest.raises(ValueError, match="missing fields of an origin: license"):

@@ -75,7 +75,7 @@ class Auxiliary(ref.Recorder):
         return sum(self.values()) if name == "logits" else value
 
 
-def test_a_loss_on_every_decoder_layer(port):
+def test_loss_on_every_decoder_layer_has_the_expected_gradient(port):
     """The gradient reaches the embedding and matches finite differences of the reference."""
     config = tiny(num_encoder_layers=1, activation="gelu")
     weights = {name: array.astype("float64") for name, array in hard_weights(config).items()}

@@ -30,7 +30,7 @@ from transformer_parity.engine.system.errors import UsageError
 from transformer_spec.files import open_file, write_file
 
 
-def test_any_field_of_the_model(tmp_path):
+def test_any_config_field_can_be_set(tmp_path):
     fields = "--set", "embedding_norm=true", "decoder_d_ff=9", "--set", "activation=swish", 'dropout={"embedding": 0.3}'
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, *fields) == 0
     config, _ = ref.load_weights(tmp_path / "run" / "model.safetensors")
@@ -71,7 +71,7 @@ def test_log_contains_all_events_of_a_run(finished):
     assert set(end["reached"]) == {"numpy", "numpy, 2 checkpoints averaged"}
 
 
-def test_the_final_weights_are_the_average_of_the_last_checkpoints(finished):
+def test_final_weights_are_the_average_of_the_last_checkpoints(finished):
     last = [saved_weights(path) for path in sorted(finished.glob("checkpoint-*"))]
     for name, array in saved_weights(finished / "model.safetensors").items():
         np.testing.assert_allclose(array, np.mean([weights[name] for weights in last], axis=0), rtol=1e-6)
@@ -95,7 +95,7 @@ def test_training_lowers_the_loss(tmp_path):
 
 
 @pytest.mark.extended("training runs", "jax", "tf")
-def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
+def test_resumed_training_is_bitwise_identical_to_an_uninterrupted_run(backend, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, "--backend", backend.name, "--steps", 6) == 0
     assert train(halves, "--backend", backend.name, "--steps", 6, "--stop-at", 3) == 0
@@ -107,7 +107,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
 
 
 @pytest.mark.extended("training runs")
-def test_a_run_goes_on_in_another_framework(backends, tmp_path):
+def test_run_continues_in_another_framework(backends, tmp_path):
     """In float64 without dropout, the losses match an uninterrupted run to 1e-10, regardless of the frameworks."""
     exact = ("--dtype", "float64", "--set", "dropout=0", "--steps", 2 * len(backends))
     whole, relay = tmp_path / "whole", tmp_path / "relay"
@@ -283,7 +283,7 @@ def test_extended_run_without_a_new_step_keeps_its_final_model(when, finished, t
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
-def test_it_can_be_finished_elsewhere(finished, tmp_path):
+def test_run_can_be_finished_in_another_directory(finished, tmp_path):
     """In a different directory, only the last checkpoint is available for averaging."""
     copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
     shutil.copytree(finished, copy)
@@ -396,7 +396,7 @@ def test_stopped_run_is_saved_and_explains_how_to_resume(number, tmp_path):
     assert max(losses(directory)) == step
 
 
-def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
+def test_moved_text_of_a_run_can_be_specified(texts, tmp_path, capfd):
     directory = tmp_path / "run"
     options = ("--vocab-size", 40, "--backend", "numpy", "--steps", 4, "--set", "save_every=2", "average=1", "keep=2")
     task = ("--text", str(texts[0]), str(texts[1]), "--held-out", str(texts[2]), str(texts[3]))

@@ -132,7 +132,7 @@ def learner(rank=0, count=1):
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_each_process_translates_a_share_and_has_all(count, monkeypatch):
+def test_each_process_translates_a_part_and_receives_all_translations(count, monkeypatch):
     vocabulary, alone = learner()
     expected = alone.translate(LINES, vocabulary, 20)
     assert expected == ["2024-05-03", "2024-05-03", "", "1999-03-01", "1987-12-31", "2003-01-02"]
@@ -174,7 +174,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.only("torch")
 @pytest.mark.extended("signals")
-def test_under_torchrun_the_environment_decides(alone, tmp_path):
+def test_torchrun_environment_determines_the_process_group(alone, tmp_path):
     """torchrun starts two processes, but only the first one writes files and prints output."""
     directory = tmp_path / "run"
     options = ["--out", directory, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--set", "dropout=0"]

@@ -116,7 +116,7 @@ def test_run_with_a_killed_process_is_resumed_on_other_devices(name, rank, tmp_p
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_stopped_run_is_saved_at_the_same_step_by_all(name, number, tmp_path):
+def test_stopped_run_is_saved_at_the_same_step_by_all_processes(name, number, tmp_path):
     directory = tmp_path / "run"
     with running(directory, *two(name)) as (run, _):
         found = members(run)

@@ -43,7 +43,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("why", LOGS)
-def test_a_log_without_a_curve_is_refused(why, tmp_path):
+def test_log_without_a_curve_is_rejected(why, tmp_path):
     events, message = LOGS[why]
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(event) + "\n" for event in events), "utf-8")
@@ -162,7 +162,7 @@ with locked(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("go_on", [False, True], ids=["new", "resumed"])
-def test_the_second_of_two_runs_in_a_directory_is_refused_until_the_first_has_died(go_on, tmp_path, capfd):
+def test_second_run_in_a_directory_is_rejected_until_the_first_has_ended(go_on, tmp_path, capfd):
     directory = tmp_path / "run"
     options = ("--backend", "numpy", "--steps", 4)
     if go_on:
@@ -249,7 +249,7 @@ def test_invalid_checkpoint_metadata_is_rejected_with_its_value(why, checkpoint,
     assert message in capfd.readouterr().err
 
 
-def test_more_micro_batches_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd):
+def test_more_micro_batches_than_pairs_are_rejected_immediately(checkpoint, tmp_path, capfd):
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, settings=dataclasses.replace(checkpoint.settings, accumulation_steps=10**30))
     assert resume(path, "--backend", "numpy") == 3
@@ -271,7 +271,7 @@ def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, chec
     assert f"the run's text {other} must be a file" in capfd.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):
+def test_damaged_checkpoint_is_rejected_with_the_reason(finished, tmp_path, capfd):
     damaged = tmp_path / "checkpoint-0000008.safetensors"
     damaged.write_bytes((finished / damaged.name).read_bytes()[:-100])
     assert resume(damaged, "--backend", "numpy") == 3

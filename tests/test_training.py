@@ -58,7 +58,7 @@ def differentiated(backend, request):
     return model, ref.Transformer.from_weights(config, weights, dtype=dtype)
 
 
-def test_gradients(backend, differentiated):
+def test_gradients_match_the_reference(backend, differentiated):
     """Gradients match the reference in names, order, shapes, and dtypes, and ignore the dropout rates."""
     model, reference = differentiated
     found, expected = backend.package.gradients(model, *BATCH), ref.gradients(reference, *BATCH)
@@ -84,14 +84,14 @@ def test_gradients_do_not_modify_the_model(backend, differentiated):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_of_no_token(backend, differentiated):
+def test_gradients_without_labels_are_zero(backend, differentiated):
     model, _ = differentiated
     found = backend.package.gradients(model, *without_labels(BATCH))
     assert found.loss == 0.0
     assert not any(np.any(gradient) for gradient in (*found.parameters.values(), *found.taps.values()))
 
 
-def test_gradients_of_a_source_of_padding_only(backend, differentiated):
+def test_gradients_of_an_all_padding_source_are_finite(backend, differentiated):
     model, _ = differentiated
     source, target, labels = BATCH
     found = backend.package.gradients(model, np.full_like(source, PAD), target, labels)
@@ -168,7 +168,7 @@ def test_step_on_a_padding_batch_changes_no_weights(backend):
 
 
 @pytest.mark.extended("training", "jax", "tf")
-def test_between_two_steps_the_model_is_in_inference_mode(backend):
+def test_model_is_in_inference_mode_between_steps(backend):
     """The model contains the current weights and computes the same as a new model with these weights."""
     trainer = at_the_start(backend, "dropout")
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_between_two_steps_the_model_is_in_inference_mode(backend):
 
 
 @pytest.mark.parametrize("kind", tiers.first_alone(["plain", "dropout"], "training", "jax", "tf"))
-def test_evaluation(backend, kind):
+def test_evaluation_uses_neither_dropout_nor_label_smoothing(backend, kind):
     """Evaluation uses neither dropout nor label smoothing, at any time between steps and after loading a state."""
     trainer = at_the_start(backend, kind)
     config = trainer.model.config.replace(label_smoothing=0.0)
@@ -222,7 +222,7 @@ def learning():
     return weights, losses_of(trainer, reversals(250)), trainer
 
 
-def test_the_reference_learns_to_reverse(learning):
+def test_reference_learns_to_reverse(learning):
     _, losses, trainer = learning
     assert losses[0] > 3.0  # guessing among all 37 words costs log 37 = 3.6
     totals, tokens = zip(*(trainer.evaluate(*batch) for batch in list(reversals(270))[250:]), strict=True)
@@ -230,7 +230,7 @@ def test_the_reference_learns_to_reverse(learning):
 
 
 @pytest.mark.extended("training", "jax", "tf")
-def test_every_port_learns_alike(port, learning):
+def test_every_port_has_the_same_losses_as_the_reference(port, learning):
     weights, losses, _ = learning
     trainer = at_the_start(port, weights=weights)
     found = losses_of(trainer, reversals(20))

@@ -33,7 +33,7 @@ import reference_numpy as ref
 
 # --- Mixed precision ---
 @pytest.mark.extended("training", "jax")
-def test_mixed_precision(port):
+def test_mixed_precision_trains_accurately_with_float32_weights(port):
     trainer = at_the_start(port, "mixed")
     exact = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss
     losses = losses_of(trainer, [BATCH] * 30)
@@ -56,7 +56,7 @@ def test_mixed_precision(port):
 
 # --- Activation checkpointing ---
 @pytest.mark.extended("training", "jax", "tf")
-def test_activation_checkpointing_changes_no_number(backend):
+def test_activation_checkpointing_changes_no_result(backend):
     """Losses, norms, weights, and moments match after three steps, so recomputation must use the same dropout masks."""
     found = {}
     for kind in ("everything kept", "checkpointed"):
@@ -75,7 +75,7 @@ def test_activation_checkpointing_changes_no_number(backend):
 
 
 @pytest.mark.only("torch")
-def test_torch_keeps_less(port):
+def test_torch_checkpointing_stores_less_memory(port):
     """Only a layer's inputs are kept after its forward pass."""
     import torch
 
@@ -95,7 +95,7 @@ def test_torch_keeps_less(port):
 
 @pytest.mark.only("jax")
 @pytest.mark.extended("training", "jax")
-def test_jax_keeps_less(port):
+def test_jax_checkpointing_uses_less_memory(port):
     """XLA reports the temporary memory of a step, excluding its inputs and outputs."""
     import jax
 
@@ -121,7 +121,7 @@ def test_jax_keeps_less(port):
 
 
 @pytest.mark.only("jax")
-def test_new_moments_in_jax_take_the_place_of_the_old(port):
+def test_new_jax_moments_reuse_the_old_buffers(port):
     """Each moment reuses its own buffer. If they were swapped, XLA would have to copy one of them."""
     trainer = at_the_start(port)
 
@@ -194,7 +194,7 @@ def test_tf_traces_a_step_once(port, monkeypatch):
 
 
 @pytest.mark.only("torch")
-def test_torch_compile(port, monkeypatch):
+def test_compiled_torch_training_has_the_same_losses(port, monkeypatch):
     """The losses are the same if the user's choice of compiler traces the complete forward and backward pass."""
     import torch
 
@@ -213,7 +213,7 @@ def compiled_by_xla(port, kind):
 
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("kind", ["plain", "four micro-batches, clipped"])
-def test_xla(port, kind):
+def test_xla_compiled_training_has_the_same_losses(port, kind):
     trainer = compiled_by_xla(port, kind)
     assert_near(losses_of(trainer, BATCHES[:3]), losses_of(at_the_start(port, kind), BATCHES[:3]), 1e-12)
     (step,) = trainer._traced.values()
@@ -230,6 +230,6 @@ def test_xla(port, kind):
 
 @pytest.mark.only("tf")
 @pytest.mark.extended("training")
-def test_dropout_of_xla_is_identical_for_layers_computed_again(port):
+def test_xla_dropout_is_identical_in_recomputed_layers(port):
     kept, again = (losses_of(compiled_by_xla(port, kind), BATCHES[:2]) for kind in ("everything kept", "checkpointed"))
     assert_near(kept, again, 1e-12)

@@ -41,7 +41,7 @@ def altered(ids, row, column, value):
 
 
 # --- State ---
-def test_a_state_is_a_copy(backend):
+def test_exported_state_is_a_copy(backend):
     trainer = build(backend) if backend.name in ("numpy", "torch") else at_the_start(backend)
     state = trainer.export_state()
     assert (state.step, state.seed) == (0, 0)
@@ -124,7 +124,7 @@ def uninterrupted(backends, tmp_path_factory):
 
 
 @pytest.mark.extended("training", "torch", "jax", "tf")  # each backend takes all four steps
-def test_a_run_goes_on_in_another_framework(backend, uninterrupted):
+def test_run_continues_in_another_framework(backend, uninterrupted):
     for other, (path, losses, final) in uninterrupted.items():
         trainer, checkpoint = at_the_start(backend), ref.load_checkpoint(path)
         backend.package.set_weights(trainer.model, checkpoint.weights)
@@ -176,7 +176,7 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize("case", BAD_BATCHES)
-def test_bad_batches(backend, case):
+def test_invalid_batches_are_rejected(backend, case):
     batch, kind, message = BAD_BATCHES[case]
     trainer = at_the_start(backend)
     trainer.train_step(*BATCH)
@@ -204,16 +204,16 @@ TOO_COARSE = "training requires float32 or float64 weights: got bfloat16; to com
 
 
 @pytest.mark.parametrize("settings", [ref.TrainingConfig(), MIXED], ids=["plain", "mixed"])
-def test_weights_too_coarse_to_train(port, settings):
+def test_bfloat16_weights_are_rejected_by_the_trainer(port, settings):
     assert refusal(port.package.Trainer, model_of(port, "bfloat16"), settings) == (ValueError, TOO_COARSE)
 
 
-def test_mixed_precision_needs_float32(port):
+def test_mixed_precision_requires_float32_weights(port):
     expected = ValueError, "mixed_bfloat16 requires float32 weights: got float64"
     assert refusal(port.package.Trainer, model_of(port, "float64"), MIXED) == expected
 
 
-def test_numpy_has_no_mixed_precision():
+def test_mixed_precision_is_rejected_in_numpy():
     expected = ValueError, "mixed_bfloat16 is not supported by this backend"
     for dtype in ("float64", "float32"):
         assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
@@ -263,7 +263,7 @@ BAD_STATES = {  # changes to attributes of the state, or to one first or second 
 
 
 @pytest.mark.parametrize("case", BAD_STATES)
-def test_bad_states(backend, case):
+def test_invalid_states_are_rejected(backend, case):
     changes, kind, message = BAD_STATES[case]
     trainer = at_the_start(backend)
     trainer.train_step(*BATCH)
@@ -278,7 +278,7 @@ def test_bad_states(backend, case):
 
 
 @pytest.mark.parametrize("moment", ["first_moment", "second_moment"])
-def test_a_state_too_large_for_the_dtype(backend, moment):
+def test_state_that_overflows_the_dtype_is_rejected(backend, moment):
     """The error occurs only when the state is rounded, and even then the trainer must remain unchanged."""
     trainer = at_the_start(backend, "dropout")
     trainer.train_step(*BATCH)

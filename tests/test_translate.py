@@ -47,7 +47,7 @@ def spelled(pieces):
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_every_line_is_answered_in_order(model, capfd):
+def test_every_line_is_translated_in_order(model, capfd):
     lines = random_lines(43)
     for number in (0, 7, 8, 20, 21, *range(24, 32), 42):  # first and last lines of blocks, and an entire block
         lines[number] = " " * (number % 3)
@@ -65,7 +65,7 @@ def test_every_backend_translates_identically(model, capfd, backend):
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_lines_are_searched_when_they_are_due(model):
+def test_lines_are_translated_without_unnecessary_delay(model):
     """The first batch contains the first line, and no line is delayed by a batch that doesn't contain it."""
     trained = read_trained(model)
     port = PORTS["numpy"].load(trained.config, trained.weights, Placement("float64"))
@@ -87,7 +87,7 @@ def test_lines_are_searched_when_they_are_due(model):
     assert searched == [1, 2, 3, 3, 3, 3, 3, 3, 4]
 
 
-def test_a_batch_is_bounded_also_in_positions(model, monkeypatch):
+def test_batch_is_limited_in_sentences_and_positions(model, monkeypatch):
     trained = read_trained(model)
     sizes = []
 
@@ -126,7 +126,7 @@ def test_translation_never_contains_a_line_break(tmp_path, capfd):
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_scores_and_hypotheses(model, capfd):
+def test_nbest_prints_scores_and_hypotheses(model, capfd):
     lines = [*random_lines(9, seed=2), ""]
     plain = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3)[1]
     scored = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
@@ -143,7 +143,7 @@ def test_scores_and_hypotheses(model, capfd):
     assert [line.split("\t")[2] for line in many[:-2]] == [text for answers in expected for text in answers]
 
 
-def test_json_has_it_all(model, capfd):
+def test_json_contains_all_hypotheses_and_lines(model, capfd):
     lines = [*random_lines(5, seed=3), "", " Ä\t? "]
     code, found, _ = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 3, "--json")
     plain = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
@@ -176,7 +176,7 @@ def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
     assert translated(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
 
 
-def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
+def test_line_of_a_million_characters_is_left_empty_immediately(model, capfd):
     """The line is rejected even though the model's positional encodings have no maximum length."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
@@ -187,7 +187,7 @@ def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     assert said.endswith("max_length must be at most 4,096 for this model: got 1,000,000,000\n")
 
 
-def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
+def test_closed_standard_input_is_rejected(model, capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["translate", "--weights", str(model), "--backend", "numpy"]) == 3
     said = "parity translate: error: standard input is closed: specify the file to translate\n"
@@ -195,7 +195,7 @@ def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_is_sent_no_control_characters(is_terminal, monkeypatch):
+def test_control_characters_are_not_written_to_a_terminal(is_terminal, monkeypatch):
     """Control characters from a vocabulary or text are written unchanged only to files."""
     stream = io.TextIOWrapper(io.BytesIO())
     stream.isatty = lambda: is_terminal
@@ -205,7 +205,7 @@ def test_a_terminal_is_sent_no_control_characters(is_terminal, monkeypatch):
     assert stream.buffer.getvalue().decode() == (shown if is_terminal else "-1.5\ta\x1b[2J\rb\x9b\n")
 
 
-def test_a_text_forges_no_line_of_a_comparison():
+def test_control_characters_in_a_text_cannot_forge_a_comparison_line():
     hypothesis = TranslatedLine("a\x1b[2J\rAGREE", -1.0, (1,), ("a",))
     found = TranslationComparison(Line(1, "b\rAGREE", (1,), 4), {"numpy": hypothesis}, {"numpy": ()})
     assert differences(found, as_json=False) == [
@@ -252,7 +252,7 @@ def test_output_before_ctrl_c_is_a_prefix_of_the_full_output(model, many_lines):
     assert said == f"parity translate: interrupted: stopped after input line {answered}\n"
 
 
-def test_ctrl_c_waits_for_a_line_to_be_written_whole(capfd, monkeypatch):
+def test_ctrl_c_waits_until_a_line_is_written_completely(capfd, monkeypatch):
     output = translate._Output()
 
     class Interrupted(io.BytesIO):
@@ -275,7 +275,7 @@ def test_closed_output_pipe_prints_no_error(model, many_lines):
     assert process.returncode == 3
 
 
-def test_at_a_terminal_each_line_is_answered_at_once(model):
+def test_each_line_is_translated_immediately_at_a_terminal(model):
     ours, theirs = pty.openpty()
     with start(model, stdin=theirs) as process:
         for _ in range(3):
@@ -304,7 +304,7 @@ def narrow(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "lines"), [(["--nbest", "4", "--beam", "4"], 4), (["--nbest", "2"], 2), (["--beam", "1"], 1), ([], 1)]
 )
-def test_options_replace_the_beam_of_the_file(narrow, capfd, asked, lines):
+def test_options_override_the_beam_size_in_the_file(narrow, capfd, asked, lines):
     code, found, _ = translated(capfd, narrow, ["abc"], "--backend", "numpy", *asked)
     assert (code, len(found)) == (0, lines)
 
@@ -390,7 +390,7 @@ def test_bundled_model_translates_a_line(capfd):
     assert capfd.readouterr().out == "2024-05-03\n1999-06-01\n"
 
 
-def test_evaluate_searches_with_a_beam(model, tmp_path, capfd):
+def test_evaluate_uses_the_given_beam_size(model, tmp_path, capfd):
     lines = random_lines(12, seed=8)
     expected = one_by_one(model, lines, beam_size=3, length_penalty=2.0)
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in lines), "utf-8")

@@ -10,7 +10,7 @@ import sys
 LINES = "transformer_bench.translate_lines"
 
 
-def test_lines_are_translated_by_each(tmp_path):
+def test_every_translator_returns_the_same_tokens(tmp_path):
     text, file = tmp_path / "text", tmp_path / "found.json"
     text.write_text("a dog runs\n\na man in a red coat walks by\n" * 30)
     options = ["--config", "tiny", "--lines", "70", "--tokens", "4", "--threads", "1", "--translators", "numpy,torch"]

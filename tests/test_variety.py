@@ -20,7 +20,7 @@ SMALL = {s: [c for c in cases if c.stage == s and c.config.source_vocab_size == 
 
 
 @pytest.mark.parametrize("stage", DIMENSIONS)
-def test_the_cases_for_ports_cover_all_pairs_of_dimensions(stage):
+def test_port_cases_cover_all_pairs_of_dimensions(stage):
     assert missing(stage, SMALL[stage]) == []
 
 

@@ -51,7 +51,7 @@ def findings_of(outputs, case=PADDED, reference=None):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("error", [0.0, math.inf, math.nan])
-def test_a_problem_never_agrees(dtype, error):
+def test_structural_problem_always_diverges(dtype, error):
     assert decide(error, 1.0, dtype, "shape must be [1]: got [2]") == DIVERGES
 
 
@@ -61,7 +61,7 @@ def test_infinite_nan_and_negative_tolerances_raise_value_error(tolerance):
         decide(math.inf, tolerance, "float32")
 
 
-def test_an_error_of_nan_never_agrees():
+def test_nan_error_never_agrees():
     assert [decide(math.nan, 1.0, dtype) for dtype in ("float64", "float32")] == [DIVERGES, IMPRECISE]
 
 
@@ -103,7 +103,7 @@ class Liar(np.ndarray):
     shape = property(lambda self: (*PADDED.inputs["target_ids"].shape, 37))
 
 
-def test_a_subclass_cannot_answer_for_its_values():
+def test_array_subclass_cannot_override_the_comparison():
     class Lying:
         config = PADDED.config
 
@@ -167,7 +167,7 @@ def test_non_finite_baseline_fails_and_names_the_tap(garbage):
     assert Verdict.of(failing).word == "INCOMPLETE"
 
 
-def test_the_same_weights_agree_in_float64():
+def test_weights_that_overflow_float32_agree_in_float64():
     case = overflowing("float64")
     assert {finding.verdict for finding in findings_of(outputs_of(case), case)} == {AGREES}
 
@@ -206,7 +206,7 @@ def verdict_of(kind, stages=None, dtypes=None):
     return Verdict.of(found, [selection.asked(port.name, cases, port.kind.dtypes)])
 
 
-def test_a_whole_port_agrees():
+def test_complete_port_agrees():
     assert verdict_of(MyPort) == Verdict(AGREES)
 
 
@@ -235,7 +235,7 @@ def test_single_stage_can_be_requested(kind):
     assert verdict_of(kind, [ACTIVATIONS]).verdict == AGREES
 
 
-def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
+def test_requested_stage_without_cases_in_a_requested_dtype_is_missing():
     verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
     said = "no such cases exist; the gradients stage is compared only in float64: remove --dtype, or run --stage"
     assert verdict.missing == (f"MyPort: gradients in float32: {said} gradients --dtype float64 separately",)
@@ -244,7 +244,7 @@ def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "dtypes"))
-def test_stages_do_not_vanish(dtype, capsys, tmp_path):
+def test_stages_without_cases_are_reported_as_missing(dtype, capsys, tmp_path):
     files = {kind: tmp_path / f"result.{kind}" for kind in ("json", "html")}
     options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
     command = ["check", "--backends", "torch", "--preset", "marian", "--sentences", "0", "--dtype", dtype]
@@ -256,7 +256,7 @@ def test_stages_do_not_vanish(dtype, capsys, tmp_path):
 
 
 @pytest.mark.only("torch")
-def test_steps_of_a_preset_are_refused(capsys):
+def test_steps_stage_with_a_preset_is_rejected(capsys):
     for stages in ("steps", "activations,steps"):
         assert main(["check", "--backends", "torch", "--preset", "marian", "--stage", stages]) == 3
         assert "--preset does not support optimizer steps" in capsys.readouterr().err
@@ -357,7 +357,7 @@ class NormReplaced(MyPort):
 
 
 @pytest.mark.parametrize("kind", ["ExpReplaced", "NormReplaced"])
-def test_a_port_cannot_reach_the_truth(kind):
+def test_port_cannot_modify_the_reference_or_the_comparison(kind):
     port = CheckedPort(PortJob(f"{HERE}:{kind}", Placements(("float64",))), stages=[ACTIVATIONS])
     for _ in run_all([port]):
         pass
@@ -374,7 +374,7 @@ class KeepsItsInputs(MyPort):
         return found
 
 
-def test_a_changed_input_is_named():
+def test_changed_input_is_named_in_the_report():
     port = PluginPort(f"{HERE}:KeepsItsInputs")
     found = list(compare(port_cases(port_config(port), [ACTIVATIONS])[:1], port, Placements(("float64",))))
     named = [finding for finding in found if finding.tap == "target_ids"]

@@ -308,7 +308,7 @@ def test_fairseq_numbers_the_lines_of_its_dictionaries():
             read_dictionary(content, "dict.de.txt")
 
 
-def test_fairseq_with_a_sentencepiece_model(unigram):
+def test_fairseq_vocabulary_with_a_sentencepiece_model_matches(unigram):
     pieces = pieces_of(unigram)[3:]
     table = "".join(f"{piece} 1\n" for piece in pieces).encode()
     ours = MosesVocabulary({"dict.src.txt": table, "dict.tgt.txt": table, "sentencepiece.bpe.model": unigram})
@@ -316,7 +316,7 @@ def test_fairseq_with_a_sentencepiece_model(unigram):
     assert ours.ids("a")[:-1] == [4 + pieces.index(piece) for piece in ours.names(ours.ids("a"))[:-1]]
 
 
-def test_codes_merge_the_first_pair_everywhere():
+def test_bpe_merges_the_first_pair_everywhere():
     cut = PairEncoding("#version: 0.2\na a\naa b</w>\nl o 17\n").cut
     assert cut("aaab") == ["aa", "a", "b</w>"]
     assert cut("aab") == ["aab</w>"]

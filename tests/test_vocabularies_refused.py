@@ -58,14 +58,14 @@ def test_malformed_yml_table_lines_are_rejected(content, message):
         read_map({"vocab.yml": content}, "vocab.yml")
 
 
-def test_files_are_bounded(tmp_path, monkeypatch, unigram):
+def test_oversized_vocabulary_files_are_rejected(tmp_path, monkeypatch, unigram):
     directory = write(tmp_path / "model", marian_files(unigram))
     monkeypatch.setattr(maps, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="must have at most 1,000 bytes"):
         read_vocabulary_directory(directory, "marian", {})
 
 
-def test_missing_vocabulary_files_are_named(tmp_path, unigram):
+def test_missing_vocabulary_files_are_named_in_the_error(tmp_path, unigram):
     files = marian_files(unigram)
     for family, message in {
         "marian": "must contain source.spm and target.spm and vocab.json for a Marian vocabulary",
@@ -115,7 +115,7 @@ def test_invalid_tokenizer_json_raises_value_error(content):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
 
 
-def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
+def test_template_with_too_many_symbols_is_rejected_without_using_memory():
     content = b"[" + b'{"SpecialToken":{"id":"a","type_id":0}},' * 10**6 + b"]"
     with pytest.raises(ValueError, match=r"^tokenizer.json must add at most 1,000 tokens to a line: got 1,000,000"):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
@@ -140,7 +140,7 @@ def test_exponentially_growing_replacements_are_rejected(part):
         (["a.yml", "b.json"], "must have the same format: got .yml and .json"),
     ],
 )
-def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, message):
+def test_marian_vocabulary_paths_of_unknown_forms_are_rejected(tmp_path, names, message):
     paths = [tmp_path / name for name in names]
     for path in paths:
         path.write_bytes(b"")
@@ -148,7 +148,7 @@ def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, messag
         read_marian_vocabulary(paths)
 
 
-def test_missing_tokenizers_package_is_named(monkeypatch):
+def test_missing_tokenizers_package_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
         UsageError, match=r"^this vocabulary requires tokenizers: pip install 'transformer-parity\[import\]'$"

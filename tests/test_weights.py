@@ -50,7 +50,7 @@ def test_every_storage_dtype_loads(backend, tmp_path, storage):
 
 
 @pytest.mark.parametrize("form", ["transposed", "reversed", "big-endian", "read-only", "broadcast"])
-def test_arrays_in_any_form(backend, tmp_path, form):
+def test_arrays_in_any_memory_layout_are_accepted(backend, tmp_path, form):
     config = tiny_config()
     plain = random_weights(config, dtype="float64")
     if form == "broadcast":
@@ -199,7 +199,7 @@ BROKEN = [pytest.param(*rest, id=case, marks=[ELSEWHERE] * bool(i)) for i, (case
 
 
 @pytest.mark.parametrize(("kind", "message", "weights"), BROKEN)
-def test_broken_weights(backend, tmp_path, kind, message, weights):
+def test_invalid_weights_are_rejected_completely(backend, tmp_path, kind, message, weights):
     config = tiny_config()
     good = random_weights(config)
     model = backend.package.Transformer.from_weights(config, good)
@@ -215,7 +215,7 @@ def test_broken_weights(backend, tmp_path, kind, message, weights):
     assert not list(tmp_path.iterdir())
 
 
-def test_overflow_is_refused(backend):
+def test_overflow_in_the_dtype_is_rejected(backend):
     """A finite number may overflow in a smaller dtype."""
     config = tiny_config()
     weights = {**random_weights(config, dtype="float64"), NAME: np.full((24, 40), 1e300)}

@@ -52,7 +52,7 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_the_gain_is_the_norm_of_the_jacobian():
+def test_gain_is_the_norm_of_the_jacobian():
     weights = masked_softmax(np.random.default_rng(0).normal(0, 3, (4, 7)))
     jacobians = weights[:, :, None] * np.eye(7) - weights[:, :, None] * weights[:, None, :]
     np.testing.assert_allclose(measurements.softmax_gain(weights), np.linalg.norm(jacobians, axis=(1, 2)), rtol=1e-13)
@@ -118,7 +118,7 @@ def test_layer_gradient_matches_finite_differences(divided):
         assert (found * direction).sum() == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
 
 
-def test_carriers():
+def test_fraction_of_queries_that_carry_the_gradient_is_measured():
     assert measurements.carriers(np.ones((2, 5, 3))) == pytest.approx(0.9)
     assert measurements.carriers(np.eye(10)[:, :1]) == pytest.approx(0.1)
     assert measurements.carriers(np.sqrt([[[8.0], [1.0]], [[0.5], [0.5]]])) == pytest.approx(
@@ -127,7 +127,7 @@ def test_carriers():
 
 
 @pytest.mark.parametrize(("length", "d_k"), [(128, 16), (256, 64)])
-def test_the_cost_is_as_the_formulas_have_it(length, d_k):
+def test_measured_cost_matches_the_formulas(length, d_k):
     cost = measurements.measure_cost(length, d_k, seconds=0.0)
     shapes = [(length, measurements.D_MODEL, d_k)] * 2 + [
         (length, d_k, length),
@@ -144,7 +144,7 @@ def test_the_cost_is_as_the_formulas_have_it(length, d_k):
         assert 0 < spread.low <= spread.median <= spread.high < math.inf
 
 
-def test_additive_attention_pair_by_pair():
+def test_additive_attention_matches_a_loop_over_pairs():
     shapes = [(2, 3, 5), (2, 4, 5), (2, 4, 6), (5, 7), (5, 7), (7,)]
     arrays = [np.random.default_rng(seed).normal(size=shape) for seed, shape in enumerate(shapes)]
     query, key, value, query_kernel, key_kernel, score_vector = arrays
@@ -161,7 +161,7 @@ def test_additive_attention_pair_by_pair():
     assert not expected[0, 1].any()
 
 
-def test_both_sides_of_a_timing_are_the_functions_of_the_reference():
+def test_timed_attention_functions_match_the_reference():
     inputs = measurements.attention_inputs(9, 5, 7)
     shared = {name: value for name, value in inputs.items() if name != "score_vector"}
     assert measurements.additive_attention(**inputs).shape == (1, 9, 7)
@@ -170,7 +170,7 @@ def test_both_sides_of_a_timing_are_the_functions_of_the_reference():
     np.testing.assert_allclose(measurements.dot_product_attention(**shared)[:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_steps_add_up_to_the_multiply_adds():
+def test_steps_sum_to_the_number_of_multiply_adds():
     steps = measurements.measure_steps(32, 16, seconds=0.0)
     assert [step.used_by for step in steps] == ["both", "dot", *["additive"] * 3, "both", "both"]
     by_name = {step.name: step for step in steps}
@@ -183,7 +183,7 @@ def test_the_steps_add_up_to_the_multiply_adds():
 
 
 @pytest.mark.usefixtures("small")
-def test_why_prints_draws_and_writes(capsys, tmp_path):
+def test_why_prints_results_and_writes_figures_and_json(capsys, tmp_path):
     directory, file = tmp_path / "new" / "pictures", tmp_path / "why.json"
     code, out, err = run(capsys, "--out", directory, "--json", file)
     assert (code, err) == (0, "")
@@ -212,7 +212,7 @@ def test_why_command_answers_a_single_question(capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["why-sqrt-dk.png"]
 
 
-def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
+def test_why_rejects_invalid_options_before_measuring(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(why, "QUESTIONS", {"sqrt-dk": None})
     file = tmp_path / "file"
     file.touch()
@@ -228,7 +228,7 @@ def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
     assert "invalid choice: 'because'" in err
 
 
-def test_the_page_shows_both_pictures_and_the_seeded_numbers():
+def test_page_shows_both_figures_and_the_seeded_results():
     page = " ".join((DOCS / "why.md").read_text("utf-8").split())
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert {f"why-{question}.svg" for question in why.QUESTIONS} < set(links)

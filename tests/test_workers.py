@@ -95,7 +95,7 @@ def test_plugin_port_and_built_in_port_run_side_by_side(write):
     assert kinds == {str}  # other classes would be imported in order to unpickle them
 
 
-def test_cases_may_be_given_outright(write):
+def test_cases_can_be_given_directly(write):
     (case, *_) = port_cases(tiny(d_v=8))
     name = write()
     findings = compare(name, cases={name: (case,)})
@@ -259,17 +259,17 @@ def test_closing_the_iterator_ends_the_process(write, tmp_path):
             os.kill(int(pid.read_text()), 0)
 
 
-def test_ctrl_c_is_not_heard_by_a_port(write):
+def test_ctrl_c_does_not_reach_a_port(write):
     findings = compare(write("os.kill(os.getpid(), signal.SIGINT)"))
     assert FAILED not in {finding.verdict for finding in findings}
 
 
-def test_standard_input_is_at_its_end(write):
+def test_standard_input_of_a_port_is_empty(write):
     (problem, *_) = [found.detail for found in compare(write("input()")) if found.verdict == FAILED]
     assert problem == "EOFError: EOF when reading a line (mine.py, line 13, in forward)"
 
 
-def test_threads_are_shared_out_and_memory_is_kept(write, monkeypatch):
+def test_processes_share_threads_and_retain_freed_memory(write, monkeypatch):
     for switch in children.THREAD_SWITCHES:
         monkeypatch.delenv(switch, raising=False)
     for switch in ("OMP_WAIT_POLICY", "MALLOC_MMAP_MAX_"):

@@ -231,7 +231,7 @@ def test_bug_in_the_path_without_taps_is_identified():
     assert report.diagnosis.candidates == ("cross-attention without padding mask, without taps only",)
 
 
-def test_an_unknown_bug_of_the_output_without_taps_is_called_a_difference():
+def test_unknown_bug_without_taps_is_reported_as_a_difference():
     (report,) = reports_of(WrongWithoutTaps, of_fast_path="1.2 times the residual")
     assert report.diagnosis.confidence == LIKELY
     assert report.diagnosis.sentence.startswith("the output without taps differs from the output with taps (error ")
@@ -340,7 +340,7 @@ def said_of_search(*bugs, stages=("activations", "decode")):
         ("five tokens", "a minimum length of 5"),
     ],
 )
-def test_the_rule_of_a_search_is_named_and_no_cache(bug, name):
+def test_search_rule_is_identified_instead_of_a_cache_bug(bug, name):
     (found,) = said_of_search(bug)
     assert (found.confidence, found.candidates[0], found.signatures) == (EXACT, name, ())
 
@@ -430,7 +430,7 @@ def said_of_schedule(schedule):
         ),
     ],
 )
-def test_a_wrong_schedule_is_named(schedule, name):
+def test_wrong_schedule_is_identified(schedule, name):
     (found,) = said_of_schedule(schedule)
     assert found.confidence == EXACT
     assert name in found.candidates
@@ -449,5 +449,5 @@ def test_unknown_schedule_is_detected_from_weight_update_sizes(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "stages"), [(Plain, ()), (Greedy, ("activations", "decode")), (Scheduled, ("steps",))]
 )
-def test_a_right_port_is_given_no_diagnosis(kind, stages):
+def test_port_without_a_bug_gets_no_diagnosis(kind, stages):
     assert reports_of(kind, *stages) == []

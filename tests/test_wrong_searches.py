@@ -116,7 +116,7 @@ def said_of(bug):
     return [report.diagnosis for report in Investigation(port, SETTING, port.reference).failures(findings, kept, cases)]
 
 
-def test_the_plain_search_is_right():
+def test_plain_search_without_a_bug_gets_no_diagnosis():
     assert said_of("") == []
 
 
@@ -134,7 +134,7 @@ NAMES = first_alone(
 
 
 @pytest.mark.parametrize("named", NAMES)
-def test_the_rule_of_a_search_is_named_with_its_number(named):
+def test_search_rule_is_identified_with_its_parameter(named):
     bug, name = named
     (found,) = said_of(bug)
     assert found.confidence == EXACT
@@ -149,14 +149,14 @@ def test_bug_in_one_kind_of_search_is_attributed_only_to_it(kind):
     assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with this change: ")
 
 
-def test_the_window_of_cached_steps_is_measured():
+def test_window_of_cached_steps_is_measured():
     case = next(case for case in port_cases(tiny("paper_base")) if case.name == "decode/many_greedy")
     window = Candidate((Bug("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
     found = diagnose(case, {"tokens": observed(window, case)["tokens"]}, "Wrong", known=[])
     assert found.candidates == ("cached steps that attend to only the last 7 positions",)
 
 
-def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_candidate():
+def test_ambiguous_parameter_lists_all_values_and_prefers_the_roundest():
     parameter = Parameter(
         "an alpha of {}", {value: {"numpy": [("", "", str(value))]} for value in (0.95, 1.0, 1.05, 2)}
     )
@@ -167,7 +167,7 @@ def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_candidat
 
 
 @pytest.mark.parametrize("preset", ["paper_base", "marian", "bart", "fairseq", "annotated"])
-def test_a_length_penalty_without_the_end_symbol_changes_tokens(preset, monkeypatch):
+def test_length_penalty_that_excludes_eos_changes_tokens(preset, monkeypatch):
     plan = Search.plan
 
     def without_the_end_symbol(*arguments):

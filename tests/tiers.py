@@ -26,7 +26,7 @@ from transformer_spec import PRESETS, TransformerConfig
 # processes.
 SHARED = (
     re.compile(r"test_(selftest|train\w*)\.py::.*[\[-](?P<tf_training>tf)[]-]"),
-    re.compile(r"::test_(?P<tf_training>a_run_goes_on_in_another_framework|attention_of_every_backend|lockstep_shows)"),
+    re.compile(r"::test_(?P<tf_training>run_continues_in_another_framework|attention_of_every_backend|lockstep_shows)"),
     re.compile(r"::test_(?P<tf_training>.*backends_(agree|translate)|code_of_the_guides|info_describes|the_code_runs)"),
     re.compile(r"::test_[^\[]*(?P<tf>tensorflow|keras_hub|copy_is_saved)"),
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
