@@ -60,7 +60,7 @@ def test_package_files_stay_within_the_line_limit():
     assert longer(sources(*PROGRAM), MOST_LINES).keys() == LONG_FILES.keys()
 
 
-def test_test_and_docs_files_stay_within_the_line_limit():
+def test_line_limit_holds_for_tests_and_docs():
     assert longer(sources("tests", "docs"), MOST_LINES_OF_TESTS) == {}
 
 
