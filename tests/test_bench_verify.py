@@ -77,8 +77,8 @@ def another_token(found):
 
 
 WRONG = {
-    "another token": (another_token, "sentence 1, token 3: "),
-    "sentences in another order": (
+    "a different token": (another_token, "sentence 1, token 3: "),
+    "sentences in a different order": (
         lambda found: SearchResult(found.nbest_ids[::-1], found.nbest_scores[::-1]),
         "instead of",
     ),
@@ -86,15 +86,15 @@ WRONG = {
         lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
         "got 1.2e-05",
     ),
-    "a score that is not a number": (
+    "a NaN score": (
         lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32("nan")),
         "scores must be finite",
     ),
-    "a token less": (
+    "one missing token": (
         lambda found: SearchResult(found.nbest_ids[:, :, :4], found.nbest_scores),
         "ids and scores must have shapes [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
     ),
-    "a sentence less": (
+    "one missing sentence": (
         lambda found: SearchResult(found.nbest_ids[:2], found.nbest_scores[:2]),
         "got [2, 1, 5] and [2, 1]",
     ),

@@ -269,7 +269,7 @@ CORRUPTIONS = {
     "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata has unknown entries: trainer"),
     "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
     "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
-    "forgotten training": (
+    "missing training": (
         {"description": lambda c: {name: c[name] for name in ("version", "config", "sha256")}},
         "weights .* unexpected first_moment",
     ),

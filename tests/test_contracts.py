@@ -37,7 +37,7 @@ BAD_IDS = {
 BAD_OBJECTS = {
     "ragged": ([[1, 2], [3]], ValueError, RAGGED),
     "text": ([["a", "b"]], TypeError, "must be integers: got str32"),
-    "too large for any integer": ([[1, 2**70]], TypeError, "must be integers: got object"),
+    "beyond every integer type": ([[1, 2**70]], TypeError, "must be integers: got object"),
     "nothing": (None, TypeError, "must be integers: got object"),
 }
 BAD_MASKS = {

@@ -88,7 +88,7 @@ def test_token_choice_unexplained_by_rounding_is_a_bug(options):
     assert 4e-3 <= doubts[-1].margin < 0.2
 
 
-@pytest.mark.parametrize("token", [5, 2], ids=["a token", "the end"])
+@pytest.mark.parametrize("token", [5, 2], ids=["a token", "EOS"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -134,13 +134,13 @@ def buggy_package(old, new):
 
 
 GREEDY_BUGS = {
-    "does not stop at the end symbol": ("(tokens != plan.eos_id) & ", ""),
+    "does not stop at EOS": ("(tokens != plan.eos_id) & ", ""),
     "stops one token early": ("& (n < plan.limits[:, None])", "& (n < plan.limits[:, None] - 1)"),
-    "takes the least likely": (
+    "selects the least likely token": (
         "return log_probabilities.argmax(-1)",
         "return np.where(log_probabilities == -inf, 9, log_probabilities).argmin(-1)",
     ),
-    "reads the start symbol again and again": (
+    "always reads the start token": (
         "decode_step(state.tokens.reshape(-1), cache)",
         "decode_step(state.tokens.reshape(-1) * 0 + plan.start_id, cache)",
     ),
@@ -148,21 +148,21 @@ GREEDY_BUGS = {
 BEAM_BUGS = {
     "beams are not reordered": ("cache.reorder(rows)", "None"),
     "the cache follows the wrong beam": ("parent[sentence, rank]", "parent[:, :beam_size]"),
-    "keeps the beam's first, not its best": (
+    "keeps the first hypotheses instead of the best": (
         "self.top(totals.reshape(batch, -1), 2 * beam_size)",
         "self.top(np.where(np.arange(beam_size * vocabulary) < 2 * vocabulary, totals.reshape(batch, -1), -9e9), 6)",
     ),
     "no length penalty": ("best / plan.penalties[n], -inf", "best, -inf"),
-    "length without the end symbol": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
+    "length without EOS": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
     "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
-    "attainable at the current length": ('longest = n if plan.rules.stop == "current" else plan.limits', "longest = n"),
+    "bound at the current length": ('longest = n if plan.rules.stop == "current" else plan.limits', "longest = n"),
     "continues after EOS": ("self.top(np.where(~ends, best, -inf), beam_size)", "self.top(best, beam_size)"),
     "stops one token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
     "no log-softmax": (
         "log_probabilities = log_softmax(logits)\n    log",
         "log_probabilities = logits.copy()\n    log",
     ),
-    "says padding": ("log_probabilities[:, plan.pad_id] = -inf", "pass"),
+    "generates padding": ("log_probabilities[:, plan.pad_id] = -inf", "pass"),
 }
 
 

@@ -97,7 +97,7 @@ def located(wrong: Mapping[str, float], *, replays: bool) -> Evidence:
     return replay.blocks_of_port(lambda given: run(wrong=wrong, given=given if replays else {}))
 
 
-@pytest.mark.parametrize("replays", [True, False], ids=["goes on with given values", "only shows its values"])
+@pytest.mark.parametrize("replays", [True, False], ids=["continues with given values", "only reports its values"])
 def test_blame_identifies_the_blocks_that_introduce_a_difference(replays):
     evidence = located({"body.layers.0.mix": 1.1, "head": 0.9}, replays=replays)
     assert evidence.blame.introduced == ["body.layers.0.mix", "head"]

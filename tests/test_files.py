@@ -155,7 +155,7 @@ def test_truncated_file_is_rejected(path, saved):
         struct.pack("<Q", 2) + b"{}",
         struct.pack("<Q", 100_000) + b"[" * 100_000,
     ],
-    ids=["empty", "text", "pickle", "evil pickle", "header 2**63", "header 10**9", "no tensors", "nested header"],
+    ids=["empty", "text", "pickle", "malicious pickle", "header 2**63", "header 10**9", "no tensors", "nested header"],
 )
 def test_foreign_files_are_rejected(path, content):
     path.write_bytes(content)
@@ -195,23 +195,23 @@ BAD_CONFIGS = {
     "null": {"d_k": "null"},
     "unknown dropout": {"dropout": {"everywhere": 0.1}},
     "dropout as list": {"dropout": [0.1]},
-    "other sizes": {"d_ff": 41},
-    "other tying": {"tie_embeddings": "none"},
+    "different sizes": {"d_ff": 41},
+    "different ties": {"tie_embeddings": "none"},
     "a billion layers": {"num_encoder_layers": 10**9},
     "a billion tokens": {"source_vocab_size": 10**9, "target_vocab_size": 10**9},
     "a billion positions": {"position_encoding": "learned", "max_length": 10**9},
-    "as wide as the world": {"d_model": 10**400, "d_k": 8, "d_v": 8},
+    "10**400 channels": {"d_model": 10**400, "d_k": 8, "d_v": 8},
     "NaN": {"layer_norm_epsilon": math.nan},
     "infinite": {"layer_norm_epsilon": math.inf},
-    "an integer beyond every float": {"layer_norm_epsilon": 10**400},
+    "an integer too large for a float": {"layer_norm_epsilon": 10**400},
 }
 BAD_CHECKSUMS = {
     "version 1": ({"version": 1}, "format version must be 2: got 1"),
     "version 3": ({"version": 3}, "format version must be 2: got 3"),
-    "a version of another type": ({"version": True}, "format version must be 2: got True"),
+    "a version of a wrong type": ({"version": True}, "format version must be 2: got True"),
     "no checksums": ({"version": 2}, "its metadata must have an object 'sha256'"),
     "checksums in a list": ({"version": 2, "sha256": []}, "its metadata must have an object 'sha256'"),
-    "no checksum of a tensor": ({"version": 2, "sha256": {}}, "is damaged: its SHA-256 must be None: got "),
+    "a missing checksum": ({"version": 2, "sha256": {}}, "is damaged: its SHA-256 must be None: got "),
     "an unknown entry": ({"version": 2, "sha256": {}, "rung": 1}, "its metadata has unknown entries: rung"),
 }
 

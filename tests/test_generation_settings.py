@@ -63,7 +63,7 @@ SETTINGS = {  # settings of generate, and the search options and rules that they
         {"beam_size": 4, "length_penalty": 2.0, "min_length": 5, "max_length": 61},
         {"no_repeat_ngram_size": 3},
     ),
-    "a start and a ban": (
+    "start token and banned tokens": (
         {"decoder_start_token_id": 5, "bad_words_ids": [[1], [9]], "max_length": 20},
         {"start_id": 5, "max_length": 19},
         {"banned_ids": (9,)},

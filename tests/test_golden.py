@@ -333,7 +333,7 @@ def negated(tensors):
     ],
 )
 @pytest.mark.parametrize(
-    "both", [False, pytest.param(True, marks=pytest.mark.extended("golden vectors"))], ids=["A alone", "A and B"]
+    "both", [False, pytest.param(True, marks=pytest.mark.extended("golden vectors"))], ids=["only A", "A and B"]
 )
 def test_comparison_fails_if_a_differs_from_the_reference(
     truth, copy, tmp_path, capsys, case, dtype, change, says, both

@@ -71,25 +71,28 @@ def test_contradictory_legacy_flags_are_reported_in_notes(tmp_path):
 
 
 REFUSED = {
-    "no type": ({"model_type": None}, "model_type in config.json must be one of marian, m2m_100"),
+    "no model type": ({"model_type": None}, "model_type in config.json must be one of marian, m2m_100"),
     "T5": ({"model_type": "t5"}, "got t5, which uses relative positions"),
     "Whisper": ({"model_type": "whisper"}, "got whisper, which reads audio"),
     "experts": ({"model_type": "nllb-moe"}, "got nllb-moe, which uses a mixture of experts"),
-    "another norm": ({"model_type": "blenderbot-small"}, "which normalizes the decoder's embeddings before"),
+    "unsupported norm": ({"model_type": "blenderbot-small"}, "which normalizes the decoder's embeddings before"),
     "unknown": ({"model_type": "gpt2"}, ", fsmt: got gpt2"),
     "a classifier": (
         {"architectures": ["MarianForSequenceClassification"]},
         "architectures in config.json must be Marian",
     ),
     "quantized": ({"quantization_config": {"bits": 4}}, "must not contain quantization_config: first merge"),
-    "an activation": ({"activation_function": "gelu_fast"}, "activation_function must be one of relu"),
+    "unsupported activation": ({"activation_function": "gelu_fast"}, "activation_function must be one of relu"),
     "a billion layers": ({"encoder_layers": 10**9}, "too few for the config's 1,000,000,001 layers"),
-    "another width": ({"d_model": 32}, r"model.encoder.embed_tokens.weight must have shape [31, 32]: got [31, 16]"),
+    "contradictory width": (
+        {"d_model": 32},
+        r"model.encoder.embed_tokens.weight must have shape [31, 32]: got [31, 16]",
+    ),
     "a vocabulary": ({"vocab_size": 32}, "must have shape [32, 16]: got [31, 16]"),
-    "padding outside": ({"pad_token_id": 99}, "pad_id must be below the vocabulary size 31: got 99"),
+    "padding ID outside the vocabulary": ({"pad_token_id": 99}, "pad_id must be below the vocabulary size 31: got 99"),
     "text for a number": ({"d_model": "many"}, "d_model must be an integer"),
     "heads that do not divide": ({"encoder_attention_heads": 3}, "num_heads must divide d_model"),
-    "several ends": ({"eos_token_id": [0, 1]}, "eos_token_id must be a single ID"),
+    "multiple EOS tokens": ({"eos_token_id": [0, 1]}, "eos_token_id must be a single ID"),
 }
 
 

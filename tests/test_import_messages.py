@@ -275,14 +275,20 @@ def search(rules=None, **changes):
 
 ORIGIN = Origin(format="hf", family="marian", preset="marian", files={}).to_dict()
 LIES = {
-    "another kind": ({"kind": "nllb"}, "a vocabulary of kind nllb requires 'sentencepiece.bpe.model'"),
-    "no kind": ({"kind": "klingon"}, "the kind of a vocabulary must be one of .*: got 'klingon'"),
-    "a start that is no id": ({"search": search(start_id=9)}, r"start_id must be in \[0, 9\): got 9"),
-    "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must be in \[0, 9\)"),
-    "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must be in \[0, 9\): got 9"),
+    "a different vocabulary kind": ({"kind": "nllb"}, "a vocabulary of kind nllb requires 'sentencepiece.bpe.model'"),
+    "an unknown vocabulary kind": ({"kind": "klingon"}, "the kind of a vocabulary must be one of .*: got 'klingon'"),
+    "a start token that is not an ID": ({"search": search(start_id=9)}, r"start_id must be in \[0, 9\): got 9"),
+    "forced tokens that are not IDs": (
+        {"search": search({"forced_ids": [3, 10**9]})},
+        r"forced_ids must be in \[0, 9\)",
+    ),
+    "banned tokens that are not IDs": (
+        {"search": search({"banned_ids": [9]})},
+        r"banned_ids must be in \[0, 9\): got 9",
+    ),
     "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
-    "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
-    "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be strings"),
+    "an unknown preset": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
+    "files given as a string": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be strings"),
 }
 
 

@@ -133,7 +133,7 @@ WAYS = {  # ways in which b.py can import a.py, which imports b.py
     "inside a function": "def b():\n    from house.room.a import A",
     "inside a method, under a condition": "class B:\n    def b(self):\n        if self:\n            from . import a",
     "through the package's own exports": "from house.room import A",
-    "where types are not checked": "if TYPE_CHECKING:\n    import os\nelse:\n    from house.room.a import A",
+    "in an else branch of TYPE_CHECKING": "if TYPE_CHECKING:\n    import os\nelse:\n    from house.room.a import A",
 }
 
 

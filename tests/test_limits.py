@@ -10,13 +10,13 @@ from imports import BACKENDS, PROGRAM, ROOT
 
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_PARAMETERS = 400, 500, 8
 LONG_FILES = {"transformer_parity/transformer/bugs/reported.py": "data: one entry for each reported bug"}
-SEARCH = "the public options of a search, as DESIGN.md and the frameworks' own searches name them"
+SEARCH = "a search has more public options than that, most of which other libraries also provide"
 LONG_SIGNATURES = {
     f"{package}/search.py: {search}": SEARCH
     for package in BACKENDS
     for search in ("greedy_search", "beam_search", "sample")
 }
-SAME_NAMES = {"MyPort": "the templates of `parity init-port`, of which a user takes one"}
+SAME_NAMES = {"MyPort": "each template of `parity init-port` defines this class, and a user copies only one template"}
 
 
 def sources(*directories: str) -> dict[str, str]:

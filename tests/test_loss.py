@@ -18,15 +18,15 @@ import reference_numpy as ref
 BAD_SETTINGS = {
     "factor 0": ({"learning_rate_factor": 0.0}, ValueError, "learning_rate_factor must be positive: got 0.0"),
     "factor NaN": ({"learning_rate_factor": math.nan}, ValueError, "learning_rate_factor must be positive: got nan"),
-    "factor of text": ({"learning_rate_factor": "1"}, TypeError, "learning_rate_factor must be a number: got '1'"),
+    "factor as text": ({"learning_rate_factor": "1"}, TypeError, "learning_rate_factor must be a number: got '1'"),
     "no warm-up": ({"warmup_steps": 0}, ValueError, "warmup_steps must be at least 1: got 0"),
     "warm-up of 1.5": ({"warmup_steps": 1.5}, TypeError, "warmup_steps must be an integer: got 1.5"),
     "warm-up of True": ({"warmup_steps": True}, TypeError, "warmup_steps must be an integer: got True"),
-    "no step": ({"total_steps": 0}, ValueError, "total_steps must be at least 1: got 0"),
-    "steps of a float": ({"total_steps": 1e5}, TypeError, "total_steps must be an integer: got 100000.0"),
+    "zero steps": ({"total_steps": 0}, ValueError, "total_steps must be at least 1: got 0"),
+    "float steps": ({"total_steps": 1e5}, TypeError, "total_steps must be an integer: got 100000.0"),
     "negative cool-down": ({"cooldown_steps": -1}, ValueError, "cooldown_steps must be at least 0: got -1"),
     "cool-down of None": ({"cooldown_steps": None}, TypeError, "cooldown_steps must be an integer: got None"),
-    "cool-down without an end": (
+    "cool-down without total steps": (
         {"cooldown_steps": 3},
         ValueError,
         "cooldown_steps=3 requires total_steps, which determines when the cool-down begins",
@@ -41,12 +41,12 @@ BAD_SETTINGS = {
     "beta2 of False": ({"beta2": False}, TypeError, "beta2 must be a number: got False"),
     "epsilon 0": ({"epsilon": 0}, ValueError, "epsilon must be positive: got 0"),
     "infinite epsilon": ({"epsilon": math.inf}, ValueError, "epsilon must be positive: got inf"),
-    "clip at 0": ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive: got 0.0"),
-    "clip at text": ({"clip_norm": "none"}, TypeError, "clip_norm must be a number: got 'none'"),
-    "no micro-batch": ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1: got 0"),
+    "clip norm 0": ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive: got 0.0"),
+    "clip norm as text": ({"clip_norm": "none"}, TypeError, "clip_norm must be a number: got 'none'"),
+    "zero micro-batches": ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1: got 0"),
     "half a micro-batch": ({"accumulation_steps": 0.5}, TypeError, "accumulation_steps must be an integer: got 0.5"),
-    "mixed by number": ({"mixed_bfloat16": 1}, TypeError, "mixed_bfloat16 must be True or False: got 1"),
-    "checkpointing by name": (
+    "mixed precision as a number": ({"mixed_bfloat16": 1}, TypeError, "mixed_bfloat16 must be True or False: got 1"),
+    "checkpointing as text": (
         {"activation_checkpointing": "all"},
         TypeError,
         "activation_checkpointing must be True or False: got 'all'",

@@ -40,7 +40,7 @@ def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
 
 
 @pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["the model", "what wraps it"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["the model", "a wrapper"])
 def test_search_uses_the_compiled_model(port, graphs, search, wrapped):
     model = build(port)
     options = {"max_length": 12, "min_length": 12}

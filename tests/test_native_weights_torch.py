@@ -53,7 +53,7 @@ def dynamically_quantized(model):
 CHANGES = {
     "an adapter": (with_adapters, rf"{LAYER} must compute .* only: got a modules_torch LoRA; merge adapters first"),
     "a wrapper": (without_weight, rf"{LAYER} must compute .* only: got a torch Sequential; merge"),
-    "a subclass with its own forward": (noisy, rf"{LAYER} must compute .* only: got a .*Noisy; merge"),
+    "a subclass that overrides forward": (noisy, rf"{LAYER} must compute .* only: got a .*Noisy; merge"),
     "a block without projections": (other_block, r"must have encoder\.layers\.0\.self_attention\.query_proj"),
     "a quantized weight": (quantized_weight, rf"{LAYER}\.kernel must be a plain tensor: got Int8Tensor;"),
     "quantize_dynamic": (dynamically_quantized, rf"{LAYER} must compute .* only: got a torch Linear; .* before you"),
@@ -216,7 +216,7 @@ def test_user_defined_target_embedding_is_used_and_not_exported(port):
 
 
 @pytest.mark.parametrize("tie", ["none", "all"])
-@pytest.mark.parametrize("whole", [True, False], ids=["of the model", "of each module"])
+@pytest.mark.parametrize("whole", [True, False], ids=["the whole model", "each module"])
 def test_meta_device_then_reset_parameters_initializes_every_parameter(port, tie, whole):
     """torchtitan and FSDP reset each module separately. For linear layers, this uses PyTorch's own initialization."""
     config = tiny_config(tie_embeddings=tie, position_encoding="learned", output_bias=True)

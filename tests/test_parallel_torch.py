@@ -266,11 +266,11 @@ def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
 
 def damaged(directory, way):
     """Damage a directory in the given way."""
-    if way == "no run":
+    if way == "missing checkpoint":
         (directory / "run.safetensors").unlink()
     elif way == "no metadata":
         (directory / ".metadata").unlink()
-    elif way == "no parts":
+    elif way == "missing shards":
         (directory / "__0_0.distcp").unlink()
     elif way == "a negative step":
         run = read_run(directory)
@@ -280,13 +280,13 @@ def damaged(directory, way):
 
 
 REFUSALS = {
-    "no run": (FileNotFoundError, "there is no sharded checkpoint"),
+    "missing checkpoint": (FileNotFoundError, "there is no sharded checkpoint"),
     "no metadata": (OSError, "metadata"),
     "a negative step": (ValueError, "run.safetensors is not a usable .*: step must be at least 0: got -1"),
-    "no parts": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
-    "another model": (ValueError, r"contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
-    "another dtype": (ValueError, r"contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
-    "parts of another model": (ValueError, "contain target_embedding.weight as float64 .*: got nothing"),
+    "missing shards": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
+    "a different model": (ValueError, r"contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
+    "a different dtype": (ValueError, r"contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
+    "shards of a different model": (ValueError, "contain target_embedding.weight as float64 .*: got nothing"),
 }
 
 
@@ -295,8 +295,8 @@ def test_invalid_sharded_checkpoint_is_rejected(tmp_path, way):
     probe, (error, message) = probes()["plain"], REFUSALS[way]
     save_sharded(tmp_path / "run", trainer_of(probe))
     damaged(tmp_path / "run", way)
-    name = {"another model": "vocabulary of 37", "parts of another model": "untied"}.get(way, "plain")
-    trainer = trainer_of(probes()[name], dtype="float32" if way == "another dtype" else "float64")
+    name = {"a different model": "vocabulary of 37", "shards of a different model": "untied"}.get(way, "plain")
+    trainer = trainer_of(probes()[name], dtype="float32" if way == "a different dtype" else "float64")
     before = trainer.model.export_weights()
     with pytest.raises(error, match=message):
         load_sharded(tmp_path / "run", trainer)

@@ -218,7 +218,7 @@ def test_layouts_and_offsets_only_reorder_positional_encodings():
     np.testing.assert_array_equal(ref.sinusoidal_encoding(5, 24, offset=4), interleaved[4:])
 
 
-@pytest.mark.parametrize(("sizes", "length"), [({}, 5), ({"d_k": 5, "d_v": 7}, 7)], ids=["L = M", "d_k is not d_v"])
+@pytest.mark.parametrize(("sizes", "length"), [({}, 5), ({"d_k": 5, "d_v": 7}, 7)], ids=["L = M", "d_k != d_v"])
 def test_multi_head_attention_matches_heads_computed_separately(sizes, length):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)."""
     model, _, _ = model_and_ids("torch", **sizes)

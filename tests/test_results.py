@@ -43,8 +43,8 @@ MARIAN = {
 BENCH = "bench forward --backends numpy --config tiny --batch 1 --source 4 --target 4 --threads 1 --rounds 1"
 RUNS = {  # command line, exit code, and verdict
     "check": ("check --port right:One --stage activations --dtype float64", 0, "AGREE"),
-    "check, wrong": ("check --port wrong:One --stage activations --dtype float64", 1, "DIVERGE"),
-    "check, not everything": ("check --port right:One --stage gradients --dtype float64", 3, "INCOMPLETE"),
+    "check, diverging": ("check --port wrong:One --stage activations --dtype float64", 1, "DIVERGE"),
+    "check, incomplete": ("check --port right:One --stage gradients --dtype float64", 3, "INCOMPLETE"),
     "compare": ("compare truth mine --stage activations", 0, "AGREE"),
     "evaluate": (f"evaluate {SHIPPED} --task dates --sentences 3 --backend numpy", 0, None),
     "explore": ("explore 2024 2024 --backends numpy", 0, "AGREE"),

@@ -53,7 +53,13 @@ def trained_by(rate: Callable[[int], float]) -> Tensors:
             "its learning rate is settings.learning_rate(n, d_model) times 1 in steps 1 to 10, 0.5 in steps 11 to 20",
         ),
     ],
-    ids=["of the step before", "of the next step", "constant", "constant in two parts", "halved from step 11 on"],
+    ids=[
+        "rate of the previous step",
+        "rate of the next step",
+        "constant",
+        "constant in two parts",
+        "halved from step 11 on",
+    ],
 )
 def test_learning_rates_are_measured_and_described(rate: Callable[[int], float], words: str) -> None:
     """Losses and weights determine the learning rate of each step."""

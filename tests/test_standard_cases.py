@@ -31,43 +31,58 @@ BUGS = {  # name: case, module, text, and its replacement; the same for NumPy an
     "the memory for a cache is ignored": (STEPWISE, "transformer", "if memory is None:", "if True:"),
     "on_step is not called": (BEAM, "search_loop", "if on_step is not None:", "if False:"),
     "on_step is called with one hypothesis": (BEAM, "search_loop", "state.ids[:, :, :n]", "state.ids[:, :1, :n]"),
-    "on_step is called with a token too few": (BEAM, "search_loop", "state.ids[:, :, :n]", "state.ids[:, :, : n - 1]"),
+    "on_step is called with one token too few": (
+        BEAM,
+        "search_loop",
+        "state.ids[:, :, :n]",
+        "state.ids[:, :, : n - 1]",
+    ),
     "no padding where a hypothesis has ended": (
         BEAM,
         "search",
         "where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)",
         "where((alive == alive)[:, :, None], candidates[sentence, rank], plan.pad_id)",
     ),
-    "another default length penalty": (
+    "a different default length penalty": (
         DEFAULTS,
         "search",
         "length_penalty: float = 0.6",
         "length_penalty: float = 1.6",
     ),
-    "another default beam size": (DEFAULTS, "search", "beam_size: int = 4", "beam_size: int = 5"),
-    "another default number of hypotheses": (FORMULAS, "search", "num_hypotheses: int = 1", "num_hypotheses: int = 2"),
+    "a different default beam size": (DEFAULTS, "search", "beam_size: int = 4", "beam_size: int = 5"),
+    "a different default number of hypotheses": (
+        FORMULAS,
+        "search",
+        "num_hypotheses: int = 1",
+        "num_hypotheses: int = 2",
+    ),
     "the tokens of a batch are not counted": (LOSS, "training", "counted.sum()", "counted.sum() * 0"),
-    "rules that are not given": (
+    "omitted rules": (
         "decode/paper_base_greedy",
         "search",
         "if rules is None else rules,\n        prefix_ids=prefix_ids,\n    )\n    return run_search(Greedy,",
         "if False else rules,\n        prefix_ids=prefix_ids,\n    )\n    return run_search(Greedy,",
     ),
-    "the start symbol of a greedy search": (
+    "the start token of a greedy search": (
         STEPWISE,
         "search",
         "max_length=max_length,\n        min_length=min_length,\n        start_id=start_id,\n",
         "max_length=max_length,\n        min_length=min_length,\n",
     ),
-    "the shortest length of a beam search": (
+    "the minimum length of a beam search": (
         LIMITS,
         "search",
         "length_penalty_kind=length_penalty_kind,\n        min_length=min_length,\n",
         "length_penalty_kind=length_penalty_kind,\n",
     ),
-    "samples of another seed": (SAMPLES, "search", 'check_integer("seed", seed', 'check_integer("seed", seed + 1'),
+    "samples with a different seed": (
+        SAMPLES,
+        "search",
+        'check_integer("seed", seed',
+        'check_integer("seed", seed + 1',
+    ),
     "samples without a temperature": (SAMPLES, "search", "values / plan.temperature", "values"),
-    "samples from a token too many": (SAMPLES, "search", "< plan.top_k", "<= plan.top_k"),
+    "samples from one token too many": (SAMPLES, "search", "< plan.top_k", "<= plan.top_k"),
     "the share of a token counts before it": (
         SAMPLES,
         "search",
@@ -83,9 +98,9 @@ BUGS = {  # name: case, module, text, and its replacement; the same for NumPy an
     "the share of the excluded is drawn": (SAMPLES, "search", "reshape(-1, 1) * sums[:, -1:]", "reshape(-1, 1) * 1.0"),
     "a random number for all tokens": (SAMPLES, "search", "plan.uniforms[:, :, n - 1]", "plan.uniforms[:, :, 0]"),
     "the first prefix for all sentences": (PREFIX, "search_rules", "plan.prefix[:, n - 1]", "plan.prefix[:1, n - 1]"),
-    "a prefix that is certain": (PREFIX, "search_rules", "scored=rules.score_forced", "scored=False"),
+    "a prefix with probability one": (PREFIX, "search_rules", "scored=rules.score_forced", "scored=False"),
     "scores at padding": (SCORES, "search", "is_token = labels != ", "is_token = labels != -1 + 0 * "),
-    "scores after another start symbol": (
+    "scores with a different start token": (
         SCORES,
         "search",
         "check_start(start_id, model.config)",

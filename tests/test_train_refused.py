@@ -31,10 +31,10 @@ LOGS = {
     "empty": ([], "{log} must contain the start of a run and a step: got no start and no step"),
     "no start": ([STEP], "{log} must contain the start of a run and a step: got no start"),
     "no step": ([START, VALIDATION], "{log} must contain the start of a run and a step: got no step"),
-    "another object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
-    "no object": ([5], "line 1 of {log} must be an event of a run: got 5"),
-    "no number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
-    "a list for a kind": ([{"event": [], "step": 1}], "line 1 of {log} must be an event of a run: got "),
+    "an unknown object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
+    "not an object": ([5], "line 1 of {log} must be an event of a run: got 5"),
+    "not a number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
+    "a list as event type": ([{"event": [], "step": 1}], "line 1 of {log} must be an event of a run: got "),
     "no task": ([{"event": "start", "step": 0}], "line 1 of {log} must be an event of a run: got "),
     "no loss": ([START, {"event": "step", "step": 1}], "line 2 of {log} must be an event of a run: got "),
     "one loss": ([START, {**STEP, "loss": 1.0}], "line 2 of {log} must be an event of a run: got "),
@@ -81,11 +81,14 @@ REFUSED = {
     ),
     "nothing to train on": ([], "exactly one of --task, --text, and --resume is required"),
     "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
-    "text for dates": (["--resume", "{finished}", "--text", "a", "b"], "trained on dates, not on text: remove --text"),
+    "text options with dates": (
+        ["--resume", "{finished}", "--text", "a", "b"],
+        "trained on dates, not on text: remove --text",
+    ),
     "no checkpoint": (["--resume", "{empty}"], "contains no checkpoint"),
-    "no such run": (["--resume", "{empty}/nothing"], "there is no"),
+    "missing run": (["--resume", "{empty}/nothing"], "there is no"),
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
-    "nothing left to do": (
+    "no steps left": (
         ["--resume", "{finished}"],
         "is the end of a run of 12 steps: to continue, specify more with --steps",
     ),
@@ -98,12 +101,15 @@ REFUSED = {
         "remove --set save_every, --set keep",
     ),
     "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
-    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "must be at most 5, the last step"),
+    "beyond the last step": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "must be at most 5, the last step"),
     "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
-    "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size require --text"),
+    "vocabulary options with dates": (
+        ["--task", "dates", "--vocab-size", "9"],
+        "--held-out and --vocab-size require --text",
+    ),
     "dropout of one": (["--task", "dates", "--set", "dropout=1"], "dropout.embedding must be in [0, 1)"),
     "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
-    "no field": (
+    "unknown field": (
         ["--task", "dates", "--set", "depth=3"],
         "--set must specify a field of accumulation_steps, activation, ",
     ),
@@ -113,19 +119,19 @@ REFUSED = {
         ["--task", "dates", "--set", "keep=1", "average=2"],
         "keep must be at least average, 2: got 1",
     ),
-    "a word for an interval": (
+    "an interval as text": (
         ["--task", "dates", "--set", "save_every=often"],
         "save_every must be an integer: got 'often'",
     ),
     "no tokens": (["--task", "dates", "--set", "tokens_per_batch=0"], "tokens_per_batch must be at least 1: got 0"),
     "a field without a value": (["--task", "dates", "--set", "d_k"], "must be FIELD=VALUE"),
-    "a word for a number": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
+    "a number as text": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
     "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "remove --set d_k"),
-    "factor of nothing": (
+    "zero factor": (
         ["--task", "dates", "--set", "learning_rate_factor=0"],
         "learning_rate_factor must be positive",
     ),
-    "a cool-down too long": (
+    "an excessive cool-down": (
         ["--task", "dates", "--steps", "5", "--set", "cooldown_steps=6"],
         "cooldown_steps must be at most",
     ),
@@ -223,11 +229,11 @@ SPOILT = {
     "no checksum": (["corpus", "checksum"], None, "it does not contain 'checksum'"),
     "no files": (["corpus"], {"task": "text"}, "it does not contain 'files'"),
     "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it does not contain 'held_out'"),
-    "a list for a corpus": (["corpus"], [1], "its corpus must be a JSON object: got list"),
+    "a list as corpus": (["corpus"], [1], "its corpus must be a JSON object: got list"),
     "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
     "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must consist of two files: got ['a']"),
-    "files of numbers": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must consist of two files: got [1, 2]"),
-    "text for a seed": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
+    "numbers as files": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must consist of two files: got [1, 2]"),
+    "a seed as text": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
     "an unknown entry of the plan": (["plan", "depth"], 1, "unexpected keyword argument 'depth'"),
     "never saved": (["plan", "save_every"], 0, "save_every must be at least 1: got 0"),
     "never validated": (["plan", "validate_every"], -1, "validate_every must be at least 1: got -1"),
@@ -235,8 +241,8 @@ SPOILT = {
     "no tokens": (["tokens_per_batch"], 0, "tokens_per_batch must be at least 1: got 0"),
     "time as text": (["seconds"], "1", "seconds must be a number: got '1'"),
     "no position": (["position"], [], "position must consist of an epoch and an index: got []"),
-    "a number for a position": (["position"], 1, "position must consist of an epoch and an index: got 1"),
-    "a position behind the end": (["position"], [0, 10**9], "index must be below the"),
+    "a number as position": (["position"], 1, "position must consist of an epoch and an index: got 1"),
+    "a position beyond the end": (["position"], [0, 10**9], "index must be below the"),
 }
 
 

@@ -162,12 +162,12 @@ BAD_BATCHES = {
         ValueError,
         "target_ids must be in [0, 37): got -1 at [0, 0]",
     ),
-    "another batch size": (
+    "a different batch size": (
         (SOURCE[:7], TARGET, RIGHT),
         ValueError,
         "source_ids and target_ids must have the same batch size: got 7 and 8",
     ),
-    "no sentence": (
+    "empty batch": (
         (SOURCE[:0], TARGET[:0], RIGHT[:0]),
         ValueError,
         "source_ids must contain at least one token: got shape (0, 4)",
@@ -221,9 +221,9 @@ def test_mixed_precision_is_rejected_in_numpy():
 
 BAD_STATES = {  # changes to attributes of the state, or to one first or second moment; None removes it
     "negative step": ({"step": -1}, ValueError, "step must be at least 0: got -1"),
-    "step of a float": ({"step": 1.0}, TypeError, "step must be an integer: got 1.0"),
+    "float step": ({"step": 1.0}, TypeError, "step must be an integer: got 1.0"),
     "negative seed": ({"seed": -3}, ValueError, "seed must be at least 0: got -3"),
-    "seed of None": ({"seed": None}, TypeError, "seed must be an integer: got None"),
+    "no seed": ({"seed": None}, TypeError, "seed must be an integer: got None"),
     "missing": (
         {"first_moment": {NAME: None}},
         ValueError,

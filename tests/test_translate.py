@@ -316,21 +316,21 @@ def test_nbest_larger_than_the_stored_beam_is_rejected(narrow, capfd):
 
 
 REFUSED = {
-    "no such weights": (["--weights", "{directory}/none"], "there is no weight file"),
+    "missing weights": (["--weights", "{directory}/none"], "there is no weight file"),
     "no vocabulary": (["--weights", "{directory}/bare"], "bare contains no vocabulary"),
-    "no weight file": (["--weights", "{directory}/text"], "text is not a usable weight file"),
-    "no such text": (["{directory}/none"], "/none; to translate this text itself, use --text "),
+    "not a weight file": (["--weights", "{directory}/text"], "text is not a usable weight file"),
+    "missing text": (["{directory}/none"], "/none; to translate this text itself, use --text "),
     "a line and a file": (["--text", "abc"], "remove either --text or "),
     "a directory": (["{directory}"], "directory"),
     "not UTF-8": (["{directory}/latin"], "latin is not UTF-8 text: line 601: "),
     "not gzipped": (["{directory}/text.gz"], "text.gz is not gzipped text"),
     "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
     "two backends": (["--backend", "numpy,torch"], "translating requires exactly one backend"),
-    "one to compare": (
+    "only one backend to compare": (
         ["--compare", "--backend", "numpy"],
         "two backends: use, for example, --backends numpy,torch, or",
     ),
-    "one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
+    "only one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
     "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove --dtype bfloat16 or --precision fast"),
     "scores of a comparison": (["--compare", "--nbest", "1"], "remove --nbest"),
     "n-best without a beam": (["--nbest", "2"], "--nbest 2 requires a beam of at least that size"),
@@ -340,9 +340,9 @@ REFUSED = {
         ["--beam", "2", "--search", "length_penalty=-1"],
         "length_penalty must be at least 0: got -1",
     ),
-    "no field of a search": (["--search", "beam_size=2"], "--search must specify a field of at_limit, banned_ids, "),
-    "a program that is not known": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
-    "a word for a length": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
+    "unknown search field": (["--search", "beam_size=2"], "--search must specify a field of at_limit, banned_ids, "),
+    "unknown program": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
+    "a length as text": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
     "a field without a value": (["--search", "max_length"], "must be FIELD=VALUE"),
     "bfloat16 in numpy": (["--backend", "numpy", "--dtype", "bfloat16"], "dtype must be one of float64, float32"),
     "more than the positions": (

@@ -27,14 +27,14 @@ ODD_TABLES = {
     "twice": ('{"a": 0, "b": 0}', "IDs must be distinct: got 0 for 'a' and 'b'"),
     "one name": ('{"a": 0, "b": 1, "a": 1}', "fields must be distinct: got 'a' more than once"),
     "negative": ('{"a": -1}', "must be a nonnegative integer: got -1"),
-    "no number": ('{"a": true}', "must be a nonnegative integer: got True"),
+    "not a number": ('{"a": true}', "must be a nonnegative integer: got True"),
     "a float": ('{"a": 0.0}', "must be a nonnegative integer: got 0.0"),
     "huge": ('{"a": 1' + "0" * 30 + "}", "the ID of 'a' must be below 1: got 1,000"),
     "a list": ("[1]", "must contain a JSON object: got list"),
     "nothing": ("{}", "must contain at least one piece"),
-    "no JSON": ("{", "is not valid JSON"),
+    "not JSON": ("{", "is not valid JSON"),
     "deep": ("[" * 100_000, "is not valid JSON"),
-    "no text": ("\udcff{", "is not valid JSON"),
+    "not text": ("\udcff{", "is not valid JSON"),
 }
 
 

@@ -19,7 +19,7 @@ CONVENTIONS = {
     "tied": {},
     "output tied": {"tie_embeddings": "target_output", "output_bias": True, "final_norm": True},
     "untied": {"tie_embeddings": "none", "attention_bias": True, "feed_forward_bias": False, "d_k": 5, "d_v": 7},
-    "other decoder": {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11, "embedding_norm": True},
+    "different decoder sizes": {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11, "embedding_norm": True},
     "no first self-attention": {"skip_first_self_attention": True},
     "learned": {"position_encoding": "learned", "position_offset": 2, "norm_order": "pre"},
 }
