@@ -20,7 +20,7 @@ from pathlib import Path
 from transformer_parity.cli.main import COMMANDS, main
 
 STRANGER = 12345  # a user ID without a name, a home directory, or files
-SMALL = {  # the smallest amount of work that shows how a command ends
+SMALL = {  # reduces the work of a command without changing how the command ends
     "transformer_parity.transformer.cases.for_ports:SEEDS": lambda real: 1,
     "transformer_parity.transformer.cases.for_ports:ENDING_SEEDS": lambda real: 1,
     "transformer_parity.cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],

@@ -27,7 +27,7 @@ def moved(array):
 
 
 class Forward(Port):
-    """A minimal port, which also leaves a case out."""
+    """A minimal port that omits one case."""
 
     overrides = MappingProxyType({"norm_order": "pre", "final_norm": True})
     taps = ("encoder.**",)

@@ -59,7 +59,7 @@ def saved(form: Form, directory: Path) -> torch.nn.Module:
     """Save the model as a user would, and return it in float64."""
     model = made(form)
     model.save_pretrained(directory, max_shard_size=form.shard)
-    if form.pickled:  # releases before 5 wrote it like this, with every name of a tied matrix
+    if form.pickled:  # as written by releases before 5, in which a tied matrix is stored under each of its names
         pickle(directory, model)
     return model.double()
 

@@ -1,4 +1,4 @@
-"""The audit finds how a model uses each weight, for the reference with injected bugs and for a user's port."""
+"""The audit determines how a model uses each weight, for the reference with injected bugs and for a user's port."""
 
 from __future__ import annotations
 

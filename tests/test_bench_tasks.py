@@ -141,7 +141,7 @@ def test_compiled_torch_variant_is_compiled(work, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     weights = work.weights()
     ref.save_weights(tmp_path / "model.safetensors", work.config, weights)
-    form = copy(FORMS[work.task]["torch"])  # other tests send the original to a process
+    form = copy(FORMS[work.task]["torch"])  # a copy, because other tests send the original to a process
     form.prepare()
     form.load(work, tmp_path / "model.safetensors")
     verifier = verifier_of(work, weights)

@@ -65,7 +65,7 @@ def test_benchmark_sentences_vary_in_tokens_and_lengths():
     first = ref.Transformer.from_weights(work.config, work.weights())(
         work.source_ids, np.full((8, 1), work.config.bos_id)
     )
-    # No implementation chooses these tokens, so none has to forbid them.
+    # The logits of PAD and EOS are so low that no search selects these tokens, even if it doesn't exclude them.
     assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000
     assert (work.source_ids != work.config.pad_id).sum(1).tolist() == [32, 30, 27, 25, 23, 21, 18, 16]
 

@@ -24,7 +24,7 @@ CONFIGS = [
     tiny("paper_base", d_k=None, d_v=None, final_norm=True),
     tiny("paper_base", d_k=None, d_v=None, activation="gelu", label_smoothing_kind="off_target"),
 ]
-# SMALL selects small cases. One of them has large weights.
+# names or endings of small cases, one of which has large weights
 SMALL = ("/padded", "/one_token", "full/longest", "full/longest/one_sentence")
 CASES = {
     stage: [
@@ -43,7 +43,7 @@ CASES[STEPS] = [
     replace(STEP_CASES["port_clipped"], snapshots=(2,)),
     replace(STEP_CASES["port_clipped/changing_micro_batches"], snapshots=(2,)),  # has a large epsilon
     replace(STEP_CASES["port/changing_micro_batches"], snapshots=(9,)),  # training was restarted before step 9
-    replace(STEP_CASES["port/small_gradient"], snapshots=(2,)),  # its clip norm exceeds the norm
+    replace(STEP_CASES["port/small_gradient"], snapshots=(2,)),  # the clip norm exceeds the gradient norm
 ]
 
 
@@ -73,6 +73,6 @@ def test_candidates_of_a_step_differ_from_the_reference(bug):
 
 @pytest.mark.parametrize("bug", SEARCH_CANDIDATES, ids=lambda bug: bug.name)
 def test_candidates_of_searches_differ_from_the_reference(bug):
-    # A candidate about beam search may not change greedy search, but it must run there.
+    # A candidate about beam search doesn't have to change greedy search, but greedy search must run with it.
     assert all(observed(Candidate((bug,)), case) is not None for case in CASES[DECODE])
     assert differs(bug, DECODE)

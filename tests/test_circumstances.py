@@ -339,7 +339,7 @@ def uninterrupted(server):
     return int(case.passed.read_text()), load_weights(case.out / "run" / "model.safetensors")[1]
 
 
-@pytest.mark.extended("moments of training")
+@pytest.mark.extended("interrupted training")
 # Most of a run's events come from plotting.
 @pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])
 @pytest.mark.parametrize("number", ENDED)

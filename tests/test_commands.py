@@ -95,7 +95,7 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
         os.write(2, b"oneDNN is on\n")
         print("spinner", file=terminal)
     assert capfd.readouterr().err == "spinner\n"
-    with pytest.raises(ValueError, match="many"), quiet_frameworks():  # noqa: PT012  the test is about the block itself
+    with pytest.raises(ValueError, match="many"), quiet_frameworks():  # noqa: PT012  the whole block is tested
         os.write(2, b"the reason\n")
         int("many")
     os.write(2, b"and on\n")

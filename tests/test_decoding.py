@@ -51,7 +51,7 @@ def twins(difference, token=5, seed=13):
 
 
 def follow_all(config, weights, found, options, dtype):
-    """Return the doubts about a search on the usual source sentences."""
+    """Return the doubts about a search on the source sentences of ``sources``."""
     truth = load_reference(config, weights)
     rounded = None if dtype == "float64" else load_reference(config, weights, dtype)
     expected = options.run(ref, truth, sources(config)).nbest_ids

@@ -214,7 +214,7 @@ def test_failed_plan_does_not_stop_the_remaining_plans():
 def test_crashed_process_ends_the_distributed_run():
     with processes.group("numpy", 1, timeout=200) as group:
         children = [one for one in psutil.Process().children() if processes.WORK in one.cmdline()]
-        max(children, key=psutil.Process.create_time).kill()  # processes of other tests are older
+        max(children, key=psutil.Process.create_time).kill()  # the newest process; older ones belong to other tests
         with pytest.raises(processes.GroupError, match=r"^process 0 of 1: the process ended with exit code"):
             group.train(task("short", Plan(data=2)))
 

@@ -23,7 +23,7 @@ ROOMS = {
     "cli": (),
 }
 # Modules above the layers: entry points and public names, which may import from any layer.
-ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # maximum number of modules that each one imports from
+ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # maximum number of other modules that each of them imports
 DATA = {"data"}
 TEMPLATES = ("transformer/explore/templates", "transformer/ports/templates", "transformer/report/templates")
 MOST_FILES = 10

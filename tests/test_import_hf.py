@@ -103,7 +103,7 @@ def test_logits_match_transformers(tmp_path, form, backend):
         assert {array.dtype.name for array in weights.values()} == {str(form.dtype).removeprefix("torch.")}
     as_it_comes, exact = theirs_of(model, config)
     assert error_of(config, weights, exact, backend.name) <= EXACT
-    if form.dtype == torch.float32:  # in lower precision, the position table is also rounded
+    if form.dtype == torch.float32:  # at lower precision, the position table is rounded too
         assert error_of(config, weights, as_it_comes, backend.name) <= AS_IT_COMES
 
 

@@ -54,7 +54,7 @@ def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     assert (tied, note) == ("all", f"{SAYS_NO} is missing, so they are tied")
     tied, note, _ = notes_of(tmp_path / "apart")
     assert (tied, note) == ("none", f"{SHARED} differs from the embedding of the encoder and is ignored")
-    drop = [huggingface.ENCODER, huggingface.DECODER]  # releases before 5 wrote checkpoints without these
+    drop = [huggingface.ENCODER, huggingface.DECODER]  # checkpoints written by releases before 5 lack these tensors
     tied, _, weights = notes_of(changed(tmp_path / "apart", drop=drop))
     assert tied == "none"
     assert same(weights["source_embedding.table"], weights["target_embedding.table"])

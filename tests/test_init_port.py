@@ -17,7 +17,7 @@ from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
-NOT_ASKED = {  # values that user ports never report
+NOT_ASKED = {  # reasons for skipping values that user ports never report
     "20 norms of the gradient are not shown",
     "366 moments are not shown",
     "122 moments are not shown",
@@ -41,13 +41,13 @@ def directory(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.extended("every case of a skeleton", "jax", "tf")
+@pytest.mark.extended("all cases of port templates", "jax", "tf")
 @pytest.mark.parametrize("framework", IN_EVERY_FRAMEWORK)
 def test_template_agrees_in_every_case(framework, directory, capsys):
     assert run_skeleton(framework, capsys, port_cases) == NOT_ASKED
 
 
-@pytest.mark.extended("skeletons", "jax", "tf")
+@pytest.mark.extended("port templates", "jax", "tf")
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("jax", "tf")])
 def test_template_agrees_in_one_case_of_each_component(framework, directory, capsys):
     run_skeleton(framework, capsys, lambda config: [*{case.component: case for case in port_cases(config)}.values()])

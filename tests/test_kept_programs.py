@@ -113,7 +113,7 @@ def test_tensorflow_cache_is_disabled_on_a_full_disk(tmp_path, of_tensorflow, mo
 
 
 @pytest.mark.only("jax", "tf")
-@pytest.mark.extended("kept programs", "tf")
+@pytest.mark.extended("compilation caches", "tf")
 def test_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
     dtype, pattern, fewest = ("float64", "*-cache", 4) if backend.name == "jax" else ("float32", "*.pb", 2)
     monkeypatch.setenv(SWITCH, str(tmp_path))

@@ -81,7 +81,7 @@ def test_engine_imports_neither_the_spec_nor_a_backend():
 
 
 def test_checker_modules_do_not_import_ports():
-    """Commands import ports by name when they need them. The next test checks that by importing modules."""
+    """Commands import ports by name on demand. The next test verifies this by importing the modules."""
     found = importers({*BACKENDS} - {"reference_numpy"}, PARITY)
     assert {name for name in found if not name.startswith(TEMPLATES)} == set()
 

@@ -100,7 +100,7 @@ def test_learning_rate_decreases_linearly_in_the_cool_down(warmup, total, cooldo
     assert rates[total:] == [0.0] * 4
     abrupt = ref.TrainingConfig(warmup_steps=warmup, total_steps=total)
     assert abrupt.learning_rate(total, 24) == free.learning_rate(total, 24)
-    # The value of total_steps affects only the cool-down.
+    # Without a cool-down, total_steps has no effect.
     assert abrupt.learning_rate(total + 1, 24) == free.learning_rate(total + 1, 24)
 
 

@@ -122,7 +122,7 @@ def test_only_listed_exceptions_become_usage_errors():
 
 
 def test_framework_output_is_suppressed_on_usage_errors(capfd):
-    with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  the test is about the block itself
+    with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  the whole block is tested
         sys.__stderr__.write("oneDNN is on\n")
         raise UsageError("x")
     assert "oneDNN" not in capfd.readouterr().err
@@ -134,7 +134,7 @@ def test_file_is_written_completely_or_not_at_all(tmp_path):
     assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"a": float("nan")})
-    with pytest.raises(KeyError), replacing(path) as temporary:  # noqa: PT012  the test is about the block itself
+    with pytest.raises(KeyError), replacing(path) as temporary:  # noqa: PT012  the whole block is tested
         temporary.write_text("half")
         raise KeyError
     assert path.read_text("utf-8") == '{\n "a": 1\n}\n'

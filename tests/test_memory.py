@@ -47,14 +47,14 @@ def test_freed_memory_is_retained_unless_the_environment_configures_malloc(envir
     *usual, first, second = pages(**environment)
     if platform.libc_ver()[0] == "glibc" and not environment:
         assert min(usual) > 10 * max(first, second)
-    else:  # the C library behaves as usual
+    else:  # malloc returns freed memory to the system
         assert min(first, second) > 0.5 * min(usual)
 
 
 def test_every_training_process_retains_freed_memory(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(train, "keep_freed_memory", lambda: calls.append("the command"))
-    beyond_the_end = ["--steps", "1", "--stop-at", "2"]  # rejected, but not immediately
+    beyond_the_end = ["--steps", "1", "--stop-at", "2"]  # rejected only after memory has been configured
     assert (
         main(["train", "--task", "dates", "--backend", "numpy", "--out", str(tmp_path / "run"), *beyond_the_end]) == 3
     )

@@ -88,7 +88,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize(("name", "bug"), in_one_port([bug for bug in CATALOG + OTHERS if bug.unseen]))
 def test_other_cases_and_dtypes_do_not_detect_the_bug(name, bug):
-    """The listed cases and dtypes don't detect the bug, so the case and dtype that do are necessary."""
+    """The listed cases and dtypes don't detect the bug, so the bug's own case and dtype are necessary."""
     for where in bug.unseen:
         case, dtype = (bug.case, where) if where in EPS else (where, bug.dtype)
         assert failing(run(name, bug, (case,), dtype)) == []

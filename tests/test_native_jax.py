@@ -134,7 +134,7 @@ np.testing.assert_allclose(losses(sharded), losses(alone), rtol=1e-12)
 """
 
 
-@pytest.mark.extended("places")
+@pytest.mark.extended("devices")
 def test_sharded_parameters_keep_their_sharding_in_training():
     """Moments have the same sharding as the parameters, even after a state is loaded."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
@@ -254,7 +254,7 @@ def test_loading_a_model_does_not_initialize_weights(port, monkeypatch):
         port.package.Transformer(config, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.extended("habits")
+@pytest.mark.extended("framework idioms")
 def test_model_works_with_strict_dtype_promotion(port):
     """JAX never has to promote two dtypes to a third, except in Flax's LayerNorm if the dtype isn't float32."""
     import jax
@@ -313,7 +313,7 @@ def test_compiled_calls_make_no_implicit_transfers(port):
     np.testing.assert_array_equal(port.to_numpy(logits), expected)
 
 
-@pytest.mark.extended("habits")
+@pytest.mark.extended("framework idioms")
 def test_stacked_models_run_as_one(port):
     """Multiple models with the same config can be stacked and run as one."""
     import jax
@@ -426,7 +426,7 @@ np.testing.assert_array_equal(free.export_weights()["encoder.layers.0.feed_forwa
 """
 
 
-@pytest.mark.extended("places")
+@pytest.mark.extended("devices")
 def test_all_arrays_are_on_the_device_of_the_model():
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     run_alone(TWO_DEVICES, XLA_FLAGS=flags)

@@ -323,7 +323,7 @@ def test_fit_evaluate_and_predict_accept_every_form_of_input(port, form):
     close(port, predicted, model(inputs), 1e-5)
 
 
-@pytest.mark.extended("habits")
+@pytest.mark.extended("framework idioms")
 def test_saved_model_runs_without_the_package(port, tmp_path):
     """A SavedModel runs without this package. Without a signature, Keras assumes that inputs are floats."""
     import keras
@@ -386,7 +386,7 @@ def test_summary_counts_parameters_and_clone_keeps_the_config(port, capsys):
     assert_same_bits(clone.export_weights(), model.export_weights())
 
 
-@pytest.mark.extended("habits")
+@pytest.mark.extended("framework idioms")
 def test_jit_compiled_predictions_match_the_plain_call(port):
     import keras
 
@@ -448,7 +448,7 @@ assert not tf.config.experimental.tensor_float_32_execution_enabled()
 """
 
 
-@pytest.mark.extended("places")
+@pytest.mark.extended("devices")
 def test_device_and_strategy_scopes_are_respected():
     run_alone(PLACES)
 

@@ -349,7 +349,7 @@ def test_exported_program_supports_dynamic_sizes(port, strict):
         assert_close(port.to_numpy(exported(*given)), port.to_numpy(model(*given)))
 
 
-@pytest.mark.extended("habits", "torch")
+@pytest.mark.extended("framework idioms", "torch")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from torch
 def test_inductor_compiles_the_model_to_one_graph(port):
     model = build(port)
@@ -359,7 +359,7 @@ def test_inductor_compiles_the_model_to_one_graph(port):
     torch.compiler.reset()
 
 
-@pytest.mark.extended("habits", "torch")
+@pytest.mark.extended("framework idioms", "torch")
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning", "ignore:# The axis name:UserWarning")
 def test_onnx_model_supports_dynamic_sizes(port, tmp_path):
     import onnxruntime

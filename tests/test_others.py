@@ -99,7 +99,7 @@ def test_conventions_of_torch_and_hugging_face_are_identified(kind, conventions)
     ],
 )
 @pytest.mark.only("tf")
-@pytest.mark.extended("ports of others", "tf")
+@pytest.mark.extended("third-party ports", "tf")
 def test_conventions_of_keras_hub_are_identified(kind, conventions):
     assert_recognized(diagnosis_of(kind), conventions)
 

@@ -85,7 +85,8 @@ def test_torch_is_compiled_when_requested(monkeypatch):
 
     def compile_quickly(model, **options):
         compiled.append(options)
-        return to_compile(model, backend="eager", fullgraph=True)  # the default backend compiles C++ for a minute
+        # The default backend would compile C++ code for a minute.
+        return to_compile(model, backend="eager", fullgraph=True)
 
     to_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_quickly)

@@ -34,8 +34,8 @@ def usual(case):
 
 def limited(case, name, *parts):
     """Return the reference's tensors with a bug in only some parts."""
-    # Different bugs may have the same name. The bugs in EVERYWHERE come last and therefore win, because they can be
-    # limited to some parts.
+    # Two bugs may have the same name. The bugs in EVERYWHERE come last, so they override bugs with the same name. Only
+    # the bugs in EVERYWHERE can be limited to some parts.
     known = {bug.name: bug for bug in (*reversed(candidates(case.config, case.stage)), *EVERYWHERE)}
     return tensors(Candidate((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
 

@@ -20,7 +20,7 @@ from tiers import first_alone
 import reference_numpy as ref
 
 AGREES = 1e-12
-DIFFERS = 1e-7  # neighbors differ by at least 3e-7, for two values of epsilon
+DIFFERS = 1e-7  # the closest neighbors, which have different epsilons, differ by at least 3e-7
 
 # Published Transformers differ along these axes. If the logits didn't depend on a convention, the neighbors
 # along that axis would agree too, and the comparison would fail.

@@ -377,7 +377,7 @@ def test_known_answer_runs_last_and_passes_for_an_unmodified_reference(write, ru
     assert outcomes(run("-k", "known_answer"))["passed"] == 1  # with all stages
 
 
-@pytest.mark.extended("processes of pytest")
+@pytest.mark.extended("pytest processes")
 @pytest.mark.parametrize("forward", ["pass", ROUNDED])
 def test_plugin_works_with_multiple_pytest_processes(forward, write, start, pytester):
     write(forward)
@@ -394,7 +394,7 @@ def test_plugin_works_with_multiple_pytest_processes(forward, write, start, pyte
         assert "No module named 'absent'" in broken.stdout.str()
 
 
-@pytest.mark.extended("processes of pytest")
+@pytest.mark.extended("pytest processes")
 def test_known_answer_is_checked_in_every_process(write, start):
     patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
     write(

@@ -51,7 +51,7 @@ def test_result_counts_skips_separately(result):
     assert (result["verdict"], result["exit_code"]) == ("DIVERGE", 1)
     assert result["result"]["skipped"] == len(result["result"]["skips"]) == 1
     wrong = len(TAPS) - TAPS.index(GUILTY)
-    assert len(result["result"]["failures"]) == 2 * wrong + 2 + 1  # full/padded twice; logits and output; the gradient
+    assert len(result["result"]["failures"]) == 2 * wrong + 2 + 1  # full/padded in two dtypes, full/untied, gradients
     assert result["result"]["comparisons"] == 6 * len(TAPS) + 3
     assert {failure["error"] for failure in result["result"]["failures"]} == {0.25, "inf"}
     alone = result_of([replace(SIMPLE, verdict=SKIPPED)])
@@ -62,7 +62,7 @@ def test_cases_have_their_stage_and_their_first_failure(result):
     rows = {(row["backend"], row["dtype"], row["case"]): row for row in result["result"]["cases"]}
     assert rows["torch", "float64", "full/padded"]["finding"]["tap"] == GUILTY
     assert rows["torch", "float32", "full/padded"]["verdict"] == IMPRECISE
-    assert rows["jax", "float64", "gradients/padded"]["stage"] == "gradients"  # not the round trip's
+    assert rows["jax", "float64", "gradients/padded"]["stage"] == "gradients"  # not the stage of the weight round trip
     assert rows["jax", "float64", "decode/beam"]["skips"] == ["no search"]
 
 

@@ -213,7 +213,8 @@ def searches_by(program):
     "program", ["hf", pytest.param("fairseq", marks=COMPILED), pytest.param("marian", marks=COMPILED)]
 )
 def test_every_backend_follows_the_rules(port, program, kind):
-    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}  # the others run one operation at a time
+    # All backends except torch run one operation at a time, which is slow.
+    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}
     config, weights, source_ids = lively_marian(**{} if port.name == "torch" else one_layer)
     reference, model = load_numpy(config, weights), load(port, config, weights)
     options = searches_by(program)[kind == "greedy"]

@@ -81,7 +81,7 @@ def test_masks_figure_matches_the_model():
     assert " ".join(tokens) == "<s> wir sind zuhause <pad> we are at home </s> <pad> <pad>"
 
 
-@pytest.mark.parametrize("which", tiers.first_alone(["cross", "decoder", "encoder"], "pictures"))
+@pytest.mark.parametrize("which", tiers.first_alone(["cross", "decoder", "encoder"], "figures"))
 def test_attention_of_every_backend(backends, which):
     names = [backend.name for backend in backends]
     options = ("--dtype", "float64", "--layer", 1, "--which", which, "--backends", ",".join(names))

@@ -162,7 +162,7 @@ def test_bug_entry_shows_whole_lines():
             assert catalog.edit(backend, bug).count("<del>") == len(bug.edits[backend])
 
 
-# Reports about values that a port must only declare, so that they are not bugs in the catalog.
+# Reports about conventions. A port only has to declare its conventions, so they aren't bugs in the catalog.
 CONVENTIONS = {
     "a different epsilon in the norms",
     "a different activation, or different embeddings tied",

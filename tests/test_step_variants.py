@@ -140,7 +140,7 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
     ],
 )
 def test_optimizer_hyperparameters_are_measured(edits: Sequence[tuple[str, str, str]], name: str) -> None:
-    """The measured values hold in all cases, like hard-coded values that ignore the settings."""
+    """The same values are measured in every case, because each bug hard-codes a value and ignores the settings."""
     found = diagnosed(edits)
     assert found.confidence == EXACT
     assert found.candidates[0] == name

@@ -278,7 +278,7 @@ def test_extended_run_without_a_new_step_keeps_its_final_model(when, finished, t
 
     monkeypatch.setattr(TrainingRun, "_stops", end)
     assert resume(copy, "--backend", "numpy", "--steps", 16) == (3 if when == "fails" else 128 + signal.SIGTERM)
-    # The result described the run that is resumed here, which deleted it at the start.
+    # Resuming the run deleted result.json, which described the run before it was resumed.
     assert {path.name for path in copy.iterdir()} == {path.name for path in finished.iterdir()} - {"result.json"}
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 

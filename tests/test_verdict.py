@@ -1,4 +1,4 @@
-"""The requirements for a verdict: each of these runs once ended with AGREE without a meaningful comparison."""
+"""The requirements for a verdict. Each of these runs once ended with AGREE although it compared nothing meaningful."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class SingleOnly(MyPort):
 
 
 class OneCase(MyPort):
-    config = tiny(d_k=None, d_v=None)  # with a fixed config, no search for weights is necessary
+    config = tiny(d_k=None, d_v=None)  # fixed, so that no search for suitable weights is necessary
     left_out = {case.name: "no time" for case in port_cases(config) if case.name != "full/padded"}
 
 

@@ -69,7 +69,8 @@ def marian(directory, model):
 def marian_separate(directory, model):
     from transformers import MarianTokenizer
 
-    files = marian_files(model, separate_vocabs=True) | {"target.spm": train(size=300)}  # fewer: see OUT_OF_RANGE
+    # The target has fewer pieces than the source: see OUT_OF_RANGE.
+    files = marian_files(model, separate_vocabs=True) | {"target.spm": train(size=300)}
     target = ["</s>", "<unk>", *pieces_of(files["target.spm"])[3:], "<pad>"]
     write(directory, files | {"target_vocab.json": {piece: number for number, piece in enumerate(target)}})
     return "marian", MarianTokenizer.from_pretrained(directory), ()

@@ -165,7 +165,8 @@ LENGTH, BATCH = "they depend on the length", "has different logits in a separate
 RANDOM = "two calls on the same input differ"
 FLOAT32, NARROW = "a value is rounded to float32", "a value is rounded to lower precision than float32"
 SHOWN = "the output is correct; the port differs only in encoder.layers.0.self_attention.scores and 5 more taps"
-# The first statement with all taps, with a few, and with none. An empty string means that the bug remains unknown.
+# The first statement of the report for a port with all taps, with a few taps, and without taps. An empty string means
+# that the bug remains unknown.
 SAID = {
     "no scale": ("scores not scaled",) * 3,
     "over sqrt(d_k + 1)": (SCALE.format("0.942809"), "", ""),
@@ -208,7 +209,7 @@ def test_bugs_are_never_identified_incorrectly(bug, shown):
     assert found.confidence == (UNKNOWN if not said else EXACT if "exactly" in found.sentence else LIKELY)
     if found.confidence == EXACT:
         assert found.signatures == ()
-    if not said:  # positions are facts, not causes
+    if not said:  # without a diagnosis, a report may state only positions
         assert all(re.search(r"at .*, among \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures)
 
 

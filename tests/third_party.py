@@ -137,7 +137,7 @@ def marian_logits(config, weights, source, target):
 
 def marian_search(config, weights, source, max_length, **options):
     """Return the IDs [B, N, L] without the start token and the scores [B, N] or None from Hugging Face's search."""
-    early = "never" if options["num_beams"] > 1 else False  # stops as soon as the result is certain
+    early = "never" if options["num_beams"] > 1 else False  # stops as soon as no better hypothesis is possible
     fields = {"max_new_tokens": max_length, "bad_words_ids": [[config.pad_id]], "early_stopping": early, **options}
     return marian_generate(config, weights, source, {"decoder_start_token_id": config.bos_id, **fields})
 

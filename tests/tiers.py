@@ -33,7 +33,7 @@ SHARED = (
     re.compile(r"_(jax|tf)\.py::"),  # a file for such a framework
     re.compile(r"::test_(jax|tf)_"),  # a test for such a framework
     re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # a third-party model in such a framework
-    re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case, which all hypotheses are run on
+    re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case on which all candidates are run
     re.compile(
         r"test_(circumstances|golden|investigate|parallel_torch|port_cases)(?:_written)?\.py"
     ),  # data shared by all tests in a file

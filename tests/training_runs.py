@@ -12,7 +12,7 @@ from conftest import random_weights, tiny_config
 import reference_numpy as ref
 
 NO_DROPOUT = ref.DropoutRates(embedding=0.0, residual=0.0)
-RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.0)  # few sites compile faster
+RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.0)  # a step with few dropout sites compiles faster
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "output_bias": True}
 CONFIG = tiny_config(**ONE_LAYER, dropout=NO_DROPOUT)
 WEIGHTS = random_weights(CONFIG, dtype="float64")

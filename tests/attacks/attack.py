@@ -29,7 +29,7 @@ class Attack:
     """One attack on the verdict AGREE.
 
     Attributes:
-        name: A short name, unique in its family.
+        name: A short name that is unique within the family.
         what: A description in one or two sentences.
         expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` (the attack is harmless),
             or ``fails or incomplete``.
@@ -38,7 +38,7 @@ class Attack:
         says: Text that the output must contain.
         stages: The requested stages.
         cases: Function that returns the cases for a config. None selects every case of ``stages``.
-        alone: Whether the attack needs a separate process because it may end or modify its process.
+        alone: Whether the attack runs in a separate process because it may end or modify the process.
         timeout: Seconds without a message after which that process is stopped.
         needs: Modules that must be installed.
     """

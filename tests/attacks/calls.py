@@ -128,7 +128,7 @@ class MemoryOverwritten(Sound):
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
-        if tap is no_tap:  # earlier, all later calls would be wrong
+        if tap is no_tap:  # without this condition, all later calls would be wrong too
             overwrite(source_ids, self.without_padding(source_ids))
         return logits
 

@@ -72,7 +72,7 @@ def _run(
         try:
             pairs = read_pairs(a, b)
             findings = [finding for pair in pairs for finding in compare_directories(pair)]
-        except Exception as error:  # the command reports such an error, too
+        except Exception as error:  # like the command, report the error as a failed comparison
             problem = f"{type(error).__name__}: {error}".replace(directory, "")
             return EXIT_CODES[FAILED], [failure("mine", problem)]
     return Verdict.of(findings, [pair.asked for pair in pairs]).exit_code, findings

@@ -85,7 +85,7 @@ class WordlessError(Exception):
 
 
 def recurse() -> None:
-    """Call this function without end."""
+    """Call this function recursively without end."""
     recurse()
 
 

@@ -53,7 +53,7 @@ class Outcome:
     is_as_expected: bool
     said: str
 
-    to_dict = asdict  # the fields as plain values
+    to_dict = asdict  # return the fields as a dict
 
 
 def table() -> tuple[Attack, ...]:
@@ -73,7 +73,7 @@ def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
     with (
         warnings.catch_warnings(),
         ThreadPoolExecutor(processors()) as pool,
-    ):  # around all threads, because they share the filters
+    ):  # all threads share the warning filters, so the context encloses all threads
         warnings.simplefilter("ignore")  # attacks cause overflows
         futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
         try:
@@ -107,7 +107,7 @@ def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
         else:
             findings += compare(cases, port, selection.setting)
         asked = [selection.asked(port.name, cases, port.kind.dtypes)]
-    except Exception as error:  # the process of a port reports such an error, too
+    except Exception as error:  # like a port's process, report the error as a failed comparison
         findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
         asked = []
     return Verdict.of(findings, asked).exit_code, findings
