@@ -17,9 +17,15 @@ from transformer_spec.search import Search
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_beams": 10**9}, "beam_size of a search in a file must be at most 1,000: got 1,000,000,000"),
-        ({"max_new_tokens": 10**9}, "max_length of a search in a file must be at most 65,536: got 1,000,000,000"),
-        ({"no_repeat_ngram_size": 10**9}, "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,"),
+        ({"num_beams": 10**9}, "beam_size in the search settings of a file must be at most 1,000: got 1,000,000,000"),
+        (
+            {"max_new_tokens": 10**9},
+            "max_length in the search settings of a file must be at most 65,536: got 1,000,000,000",
+        ),
+        (
+            {"no_repeat_ngram_size": 10**9},
+            "no_repeat_ngram_size in the search settings of a file must be at most 1,000: got",
+        ),
         ({"forced_bos_token_id": 31}, r"forced_ids must be in \[0, 31\): got 31"),
         ({"decoder_start_token_id": 31}, r"start_id must be in \[0, 31\): got 31"),
         ({"bad_words_ids": [[31]]}, r"banned_ids must be in \[0, 31\): got 31"),

@@ -207,7 +207,7 @@ def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
     (here / "files").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "files is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
+    assert "files is a directory, not a weight file: to convert a checkpoint directory, use `parity import`\n" in err
     for name in ("model.safetensors", "checkpoint-20.safetensors"):  # a training run writes both files
         (here / "files" / name).touch()
     code, _, err = parity(capsys, *line.split())
@@ -280,7 +280,10 @@ LIES = {
     "a start that is no id": ({"search": search(start_id=9)}, r"start_id must be in \[0, 9\): got 9"),
     "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must be in \[0, 9\)"),
     "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must be in \[0, 9\): got 9"),
-    "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
+    "a beam of a billion": (
+        {"search": search(beam_size=10**9)},
+        "beam_size in the search settings of a file must be at most",
+    ),
     "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
     "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be strings"),
 }

@@ -337,7 +337,7 @@ REFUSED = {
     "tap=None": (lambda: MODEL(SOURCE, TARGET, tap=None), "tap must be a function of a name and a value: got NoneType"),
     "a tap that returns a mean": (
         lambda: MODEL(SOURCE, TARGET, tap=lambda name, value: value.mean()),
-        "end it with `return",
+        "end the tap with `return",
     ),
     "a Recorder for two calls": (lambda: MODEL(SOURCE, TARGET, tap=recorded()), "use a new Recorder for each call"),
     "device='cuda'": (

@@ -298,7 +298,7 @@ BAD_RULES = [
     ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
     ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
     ({"beam_shrinks": True}, ValueError, "beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'"),
-    ({"patience": 1}, ValueError, "unknown rules of a search: patience"),
+    ({"patience": 1}, ValueError, "unknown search rules: patience"),
 ]
 
 
@@ -367,11 +367,15 @@ def test_search_rules_and_options_round_trip_through_json():
         ({"min_length": 0}, ValueError, "min_length must be at least 1: got 0"),
         ({"start_id": -1}, ValueError, "start_id must be at least 0: got -1"),
         ({"length_penalty": "x"}, TypeError, "length_penalty must be a number: got 'x'"),
-        ({"max_length": 70_000}, ValueError, "max_length of a search in a file must be at most 65,536: got 70,000"),
+        (
+            {"max_length": 70_000},
+            ValueError,
+            "max_length in the search settings of a file must be at most 65,536: got 70,000",
+        ),
         (
             {"rules": {"no_repeat_ngram_size": 1001}},
             ValueError,
-            "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,001",
+            "no_repeat_ngram_size in the search settings of a file must be at most 1,000: got 1,001",
         ),
     ):
         with pytest.raises(error) as caught:

@@ -86,7 +86,7 @@ def begin_directory(
         OSError: If the directory can't be written.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} exists already")
+        raise FileExistsError(f"{directory} already exists: choose a different directory")
     partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir()

@@ -101,7 +101,7 @@ STRUCTURE = table(
                 in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
                 path="run",
                 verdict=FAILED,
-                detail="tap encoder.layers.0.self_attention.scores fired twice",
+                detail="tap encoder.layers.0.self_attention.scores was recorded twice",
             ),
             "an exception": but(
                 in_ports_alone(
