@@ -100,4 +100,4 @@ def test_settings_without_a_place_are_named():
     _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
     assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
     _, notes = write_search(Search(4), CONFIG)
-    assert notes == ["generate has different search rules: with a beam, its translations may differ"]
+    assert notes == ["`generate` uses different search rules, so its translations may differ when it uses a beam"]

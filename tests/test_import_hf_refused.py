@@ -51,7 +51,7 @@ def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     tied, note, _ = notes_of(changed(tmp_path / "tied", fields={"tie_word_embeddings": False}, **{OUTPUT: table}))
     assert (tied, note) == ("all", f"{SAYS_NO} equals the target embedding, so they are tied")
     tied, note, _ = notes_of(changed(tmp_path / "tied", drop=[OUTPUT]))
-    assert (tied, note) == ("all", f"{SAYS_NO} is missing, so they are tied")
+    assert (tied, note) == ("all", f"{SAYS_NO} is missing, so the target embedding and the output projection are tied")
     tied, note, _ = notes_of(tmp_path / "apart")
     assert (tied, note) == ("none", f"{SHARED} differs from the embedding of the encoder and is ignored")
     drop = [huggingface.ENCODER, huggingface.DECODER]  # releases before 5 wrote checkpoints without these

@@ -78,7 +78,8 @@ def test_logits_are_keras(port, options, ids, tmp_path):
         layer_norm_epsilon=options.get("layer_norm_epsilon", 1e-5),
     )
     assert imported.notes == (
-        "the first of the two embeddings is used for the source, which is the order in a functional model",
+        "the first of the two embeddings is used for the source, because a functional model stores the source "
+        "embedding first",
         "not in the file, so your values are used: pad_id 0, bos_id 1, eos_id 2. "
         "Comparing backends does not detect a wrong value",
     )
