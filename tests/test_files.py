@@ -392,7 +392,7 @@ def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
         ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must contain only dicts with string keys, "),
         ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
         ({"notes": {"license": {}}}, ValueError, "note must be one of search, origin: got 'license'"),
-        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "an identifier as its kind: got 'a.b'"),
+        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "its kind must be an identifier: got 'a.b'"),
         (
             {"vocabulary": VocabularyFiles("marian", {})},
             ValueError,

@@ -154,7 +154,10 @@ def test_names_option_alone_selects_the_torch_format(here, capsys):
     assert code == 0
     assert "torch.nn.Transformer" in out
     words = " ".join(out.split())
-    assert "not in the file, so your values are used: num_heads 3, norm_order post, activation relu" in words
+    assert (
+        "the file does not specify these settings, so your values are used: num_heads 3, norm_order post, activation "
+        "relu" in words
+    )
     assert "pass vocabulary files, such as --vocab source.model target.model" in words
 
 

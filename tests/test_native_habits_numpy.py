@@ -307,7 +307,7 @@ REFUSED = {
     "get_weights(trainer)": (lambda: ref.get_weights(trainer()), "model must be a Model: got Trainer"),
     "save_weights(path, config, model)": (
         lambda: ref.save_weights("m", CONFIG, MODEL),
-        "as export_weights() returns it",
+        "as returned by export_weights()",
     ),
     "a layer removed, then exported": (lambda: shortened().export_weights(), "encoder.layers must have 2 layers"),
     "dropout=0.1": (lambda: CONFIG.replace(dropout=0.1), "dropout must be a DropoutRates or a dict: got float"),

@@ -109,7 +109,7 @@ def test_plugin_runs_one_test_per_case_and_dtype_with_skip_reasons(write, start)
     for reason in (
         "the port does not define gradients()",
         "the port does not define train_step()",
-        "user ports do not expose a cache; it does not define generate",
+        "user ports do not expose a cache; the port does not define generate",
     ):
         assert reason in result.stdout.str()
 
@@ -300,7 +300,7 @@ def test_requested_stages_must_have_been_compared(write, run):
     assert searches.ret == pytest.ExitCode.TESTS_FAILED
     result = searches.stdout.str()
     assert "INCOMPLETE: MyPort: decode: nothing was compared (" in result
-    assert "it does not define generate" in result
+    assert "the port does not define generate" in result
     write(more=EXPORT + SEARCH)
     everything = run("--parity-stage=activations,decode")
     assert (everything.ret, outcomes(everything)) == (

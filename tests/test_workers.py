@@ -105,7 +105,7 @@ def test_cases_may_be_given_outright(write):
 @pytest.mark.parametrize(
     ("forward", "problem"),
     [
-        ("sys.exit(4)", "it called sys.exit(4) at float64 full/padded"),
+        ("sys.exit(4)", "the port called sys.exit(4) at float64 full/padded"),
         ("os._exit(5)", "the process ended with exit code 5 at float64 full/padded: the process printed nothing"),
         (
             "print('the last', end=''), os._exit(6)",

@@ -22,9 +22,10 @@ from transformer_parity.transformer.diagnose.evidence.patterns import among_case
 from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
 # Advice that is printed if the difference is a convention.
-IN_PORT = "fix this difference or, if it is intentional, declare it in the port: overrides = {!r}"
+IN_PORT = "fix the port or, if this change is intentional, declare it: overrides = {!r}"
 IN_FILES = (
-    "fix this difference or, if it is intentional, regenerate A with this convention, which `parity golden` stores in "
+    "fix the port or, if this change is intentional, regenerate A with this convention, which `parity golden` stores "
+    "in "
     "the manifest: "
     "`parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
 )
