@@ -103,7 +103,7 @@ def test_missing_gpu_stops_the_run(run, tmp_path):
 def test_unknown_backend_stops_the_run(run):
     code, output = run("def test(): pass", "--backends", "numpy,mxnet")
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert "--backends takes numpy, torch, jax, tf: got mxnet" in output
+    assert "--backends must be a comma-separated list from numpy, torch, jax, tf: got mxnet" in output
 
 
 def test_only_leaves_out_without_a_skip(run):

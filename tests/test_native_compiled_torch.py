@@ -35,7 +35,9 @@ def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
         torch.testing.assert_close(logits, right, rtol=1e-12, atol=1e-12)
         assert found.length == n + 1
         assert len(graphs) <= 1 + (n > 0) + (n == 19)  # three kinds: first step, full cache, others
-    with pytest.raises(ValueError, match="must have capacity for the next target position: all 20 are in use"):
+    with pytest.raises(
+        ValueError, match="must have capacity for the next target position: all 20 positions are in use"
+    ):
         model.decode_step(torch.tensor([1, 1]), expected)
 
 

@@ -410,7 +410,7 @@ def test_decode_step_accepts_several_tokens(port, beam_size):
         for position in (4, 5):
             logits, cache = step(tf.constant(target[:, position]), cache)
             np.testing.assert_allclose(port.to_numpy(logits), expected[:, position], rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="all 6 are in use"):
+    with pytest.raises(ValueError, match="all 6 positions are in use"):
         model.decode_step(target[:, 0], cache)
     cache = model.init_cache(SOURCE, 3, beam_size)
     with pytest.raises(ValueError, match="the cache must have capacity for 4 positions, of which 0 are in use: got 3"):

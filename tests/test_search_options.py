@@ -214,5 +214,7 @@ def test_bad_steps_are_refused_with_the_same_words(backend, limited):
             limited.decode_step(ids, cache)
         assert str(caught.value) == message
     _, cache = limited.decode_step([1, 1, 1, 1], cache)
-    with pytest.raises(ValueError, match="the cache must have capacity for the next target position: all 1 are in use"):
+    with pytest.raises(
+        ValueError, match="the cache must have capacity for the next target position: all 1 positions are in use"
+    ):
         limited.decode_step([1, 1, 1, 1], cache)

@@ -26,8 +26,7 @@ IN_PORT = "fix the port or, if this change is intentional, declare it: overrides
 IN_FILES = (
     "fix the port or, if this change is intentional, regenerate A with this convention, which `parity golden` stores "
     "in "
-    "the manifest: "
-    "`parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
+    "the manifest: `parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
 )
 FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than rounding
 
