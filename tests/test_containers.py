@@ -165,7 +165,7 @@ def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
         ("old: another count", old + struct.pack("<q", 5) + bytes(20), "must have 4 elements"),
         ("old: cut short", old + struct.pack("<q", 4) + bytes(12), "is truncated"),
         ("old: keys of its own", front + good + pickle.dumps(["1"], 2) + bytes(24), "the list of storages"),
-        ("old: nothing behind the first pickle", pickles.LEGACY_START, "valid file"),
+        ("old: nothing behind the first pickle", pickles.LEGACY_START, "not a valid torch.save file"),
     ):
         add(title, new("bin"), said).write_bytes(content)
 

@@ -333,7 +333,7 @@ REFUSED = {
         lambda: MODEL.decode(TARGET, np.float32(MEMORY), SOURCE),
         "memory must be float64: got float32",
     ),
-    "tap=print": (lambda: MODEL(SOURCE, TARGET, tap=print), "the tap must return source_embedding.output"),
+    "tap=print": (lambda: MODEL(SOURCE, TARGET, tap=print), "the tap must return the value of source_embedding.output"),
     "tap=None": (lambda: MODEL(SOURCE, TARGET, tap=None), "tap must be a function of a name and a value: got NoneType"),
     "a tap that returns a mean": (
         lambda: MODEL(SOURCE, TARGET, tap=lambda name, value: value.mean()),

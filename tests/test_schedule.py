@@ -92,7 +92,7 @@ def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
     found = diagnose(CASE, shown, "MyPort", known=candidates(CASE.config, STEPS, forward_agrees=True))
     assert found.confidence == EXACT
     assert found.sentence.startswith(
-        "in steps/port, MyPort trains exactly like the reference, except that its learning"
+        "in steps/port, MyPort trains exactly like the reference, except that the learning"
     )
 
 

@@ -272,7 +272,7 @@ def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, chec
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} must be a file" in capfd.readouterr().err
+    assert f"the run's text {other} must be a regular file" in capfd.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):

@@ -215,8 +215,8 @@ def _recorded(files: Any) -> list[str]:
     for file in files:
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"the run's text {file} must exist: if you moved the file, specify its new path with --text or "
-                "--held-out"
+                f"the run's text {file} must be a regular file: if you moved the file, specify its new path with "
+                "--text or --held-out"
             )
     return files
 
