@@ -210,7 +210,7 @@ def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
     """Raise a ValueError unless a cache has capacity for ``more`` positions. An unknown size is ``None``."""
     if None not in (length, more, capacity) and length + more > capacity:
         raise ValueError(
-            f"the cache must have capacity for {length + more} positions, of which {length} are in use: got {capacity}"
+            f"the cache must have capacity for {length + more} positions ({length} are in use): got {capacity}"
         )
 
 
