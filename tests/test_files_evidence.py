@@ -170,7 +170,7 @@ def test_remedy_of_a_convention_names_the_files():
         "`parity golden --for module:Class --out A`, where the class sets overrides = {'layer_norm_epsilon': 1e-05}"
         in remedy
     )
-    assert "declare it in the port" not in remedy
+    assert "declare it: overrides" not in remedy
 
 
 def test_files_of_float32_numbers_are_recognized():
