@@ -272,15 +272,25 @@ def _forget():
 def pytest_addoption(parser):
     tiers.add_options(parser)
     parser.addoption("--backends", default=",".join(PACKAGES), help="test these backends (default: %(default)s)")
-    parser.addoption("--devices", default="cpu", help="cpu, gpu or both (default: %(default)s)")
+    parser.addoption(
+        "--devices",
+        default="cpu",
+        help="test on these devices: cpu, gpu, or both, separated by a comma (default: %(default)s)",
+    )
     found = next(filter(shutil.which, BROWSERS), "none")
-    parser.addoption("--browser", default=found, help="a Chromium to open reports, or none (default: %(default)s)")
+    parser.addoption(
+        "--browser", default=found, help="open HTML reports in this Chromium browser, or none (default: %(default)s)"
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "only(name, ...): for these backends; left out where none is asked for")
+    config.addinivalue_line(
+        "markers", "only(name, ...): run for these backends; deselected if none of them is requested"
+    )
     tiers.configure(config)
-    config.addinivalue_line("markers", "needs(whether, what): of the system; left out where it is not there")
+    config.addinivalue_line(
+        "markers", "needs(condition, feature): requires a feature of the system; deselected if the condition is false"
+    )
     config.browser = _find_browser(config.getoption("--browser"))
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
@@ -294,26 +304,30 @@ def pytest_configure(config):
         for backend in config.requested_backends:
             if backend.name != "numpy":
                 _need_gpu(backend)
-    config.not_tested = [f"NOT TESTED: {name} (left out of --backends)" for name in PACKAGES if name not in names]
+    config.not_tested = [f"NOT TESTED: {name} (not in --backends)" for name in PACKAGES if name not in names]
     config.not_tested += [
-        f"NOT TESTED: {device} (left out of --devices)" for device in DEVICES if device not in config.requested_devices
+        f"NOT TESTED: {device} (not in --devices)" for device in DEVICES if device not in config.requested_devices
     ]
     if os.name == "nt":
-        config.not_tested.append("NOT TESTED: signals, pipes and devices by name (Windows has others)")
+        config.not_tested.append("NOT TESTED: signals, pipes, and device files (different on Windows)")
     if not hasattr(os, "sched_setaffinity"):
-        config.not_tested.append("NOT TESTED: processes that are bound to one processor (this system has none)")
+        config.not_tested.append("NOT TESTED: processes bound to one CPU core (not supported by this system)")
     if not importlib.util.find_spec("ctranslate2"):
-        config.not_tested.append("NOT TESTED: what CTranslate2 computes from our directories (not installed)")
+        config.not_tested.append("NOT TESTED: CTranslate2 on exported directories (not installed)")
     if not importlib.util.find_spec("torchao"):
-        config.not_tested.append("NOT TESTED: models that torchao has quantized (not installed)")
+        config.not_tested.append("NOT TESTED: models quantized by torchao (not installed)")
     if config.browser is None:
-        config.not_tested.append(f"NOT TESTED: reports in a browser (ask with --browser; known: {', '.join(BROWSERS)})")
+        config.not_tested.append(
+            f"NOT TESTED: HTML reports in a browser (use --browser with one of {', '.join(BROWSERS)})"
+        )
 
 
 def _choices(config, option, known):
     chosen = config.getoption(option).split(",")
     if unknown := [name for name in chosen if name not in known]:
-        raise pytest.UsageError(f"{option} takes {', '.join(known)}: got {', '.join(unknown)}")
+        raise pytest.UsageError(
+            f"{option} must be a comma-separated list from {', '.join(known)}: got {', '.join(unknown)}"
+        )
     return [name for name in known if name in chosen]
 
 
@@ -428,9 +442,9 @@ def pytest_terminal_summary(terminalreporter, config):
     for line in [*config.not_tested, *tiers.summary(config.left_out)]:
         terminalreporter.write_line(line, yellow=True)
     peaks = ", ".join(f"{peak:.1f} GiB" for peak in config.peaks or [tiers.peak()])
-    terminalreporter.write_line(f"largest size of each process: {peaks}")
+    terminalreporter.write_line(f"peak memory of each process: {peaks}")
     if skipped := _not_run(config):
-        terminalreporter.write_line(f"FAILED: {skipped} tests were skipped, and a skip is not a pass", red=True)
+        terminalreporter.write_line(f"FAILED: {skipped} tests were skipped; skipped tests are not allowed", red=True)
 
 
 def _not_run(config):

@@ -219,7 +219,7 @@ IN_JAX = table(
         },
         run("fsdp=2", "sharding", "shallow"): {
             "partition specs without fsdp": in_jax(
-                "a device must store about 50% of all parameter elements: one stores 100%",
+                "a device must store about 50% of all parameter elements: a device stores 100%",
                 ("parallel", 'axes[axis] = "fsdp"', "axes[axis] = None"),
             )
         },

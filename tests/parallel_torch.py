@@ -173,11 +173,12 @@ def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str,
 
 
 REFUSED = {
-    "search": "ValueError: the model must not be sharded over a mesh: search with a copy from its export_weights()",
+    "search": "ValueError: the model must not be sharded over a mesh: to search, load its export_weights() into a "
+    "model on one device",
     "gradients": "ValueError: the model must not be sharded over a mesh: call Trainer.gradient instead",
-    "again": "ValueError: the model must not already be wrapped or divided: got FSDPTransformer",
-    "wrapped": "ValueError: the model must not already be wrapped or divided: got Sequential",
-    "frozen": "ValueError: the frozen parameters of a sharded model must not change: create a new Trainer",
+    "again": "ValueError: the model must not already be wrapped or sharded: got FSDPTransformer",
+    "wrapped": "ValueError: the model must not already be wrapped or sharded: got Sequential",
+    "frozen": "ValueError: the set of frozen parameters of a sharded model must not change: create a new Trainer",
     "plan": "ValueError: the plan data=3 needs 3 devices: got 2 "
     "(start one process per device, for example with torchrun --nproc-per-node)",
     "axis": "ValueError: the axes of a mesh must be among data, fsdp, tensor: got x",

@@ -61,7 +61,7 @@ def fates(bug: str) -> dict[str, tuple[str, str]]:
             "W_q and W_k of cross-attention swapped",
             f"{CROSS}.query_proj.kernel",
             MISPLACED,
-            f"a change to it first affects {CROSS}.key, but should first affect {CROSS}.query",
+            f"changing this weight first affects {CROSS}.key, but should first affect {CROSS}.query",
         ),
     ],
 )
@@ -106,11 +106,14 @@ def test_audit_without_taps_finds_unused_weights_and_hidden_key_biases():
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
     assert (found[lost].verdict, found[lost].detail) == (
         UNUSED,
-        "a change to it has no effect; it should first affect output",
+        "changing this weight has no effect, but should first affect output",
     )
     assert {fate.verdict for name, fate in found.items() if name not in {lost, *hidden}} == {USED}
     words = summary(found.values())
-    assert words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden (they affect no compared tensor), 1 unused"
+    assert (
+        words
+        == f"{len(found)} weights: {len(found) - 7} used, 6 hidden (without effect on any compared tensor), 1 unused"
+    )
 
 
 class Forgetful(Blind):
@@ -143,7 +146,7 @@ def test_uninitialized_weights_and_active_dropout_are_reported_as_random():
     assert "detected at encoder.layers.0.self_attention.output" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
     (fate,) = audit(port, port_cases(port_config(port))[0], Placement("float64"))
-    said = "they differ on the same input, first at output: dropout is on, or something else is random"
+    said = "the results differ on the same input, first at output: dropout is enabled, or another operation is random"
     assert str(fate.detail) == said
 
 
@@ -185,7 +188,7 @@ def test_port_that_overwrites_its_inputs_is_reported(kind, name):
     before = {name: array.copy() for name, array in case.inputs.items()}
     found = audit(port, case, Placement("float64"))
     assert [(fate.name, fate.verdict) for fate in found] == [(name, OVERWRITTEN)]
-    assert summary(found) == f"{name} overwritten, so no weight can be audited"
+    assert summary(found) == f"{name} overwritten by forward(), so no weight can be audited"
     assert all(np.array_equal(array, before[name]) for name, array in case.inputs.items())
 
 

@@ -140,11 +140,11 @@ def test_average_weights_returns_the_float64_mean(tmp_path, dtype):
 def test_average_of_different_models_is_rejected(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     save_checkpoint(one, make())
-    with pytest.raises(ValueError, match=r"^an average requires at least one file: got none$"):
+    with pytest.raises(ValueError, match=r"^averaging weights requires at least one file: got none$"):
         average_weights([])
     config = small_config(layer_norm_epsilon=1e-5, pad_id=3)
     save_weights(other, config, random_weights(config))
-    reason = "must have the same config: they differ in layer_norm_epsilon, pad_id$"
+    reason = "must have the same config: the configs differ in layer_norm_epsilon, pad_id$"
     with pytest.raises(ValueError, match=f"^{re.escape(str(other))} and {re.escape(str(one))} {reason}"):
         average_weights([one, other])
     save_weights(other, small_config(), random_weights(small_config()), dtype="float16")

@@ -111,7 +111,7 @@ def test_checkpoint_loads_as_a_weight_file(path, backend):
 def test_loading_a_weight_file_as_a_checkpoint_raises(path):
     config = small_config()
     save_weights(path, config, random_weights(config))
-    reason = f"^{re.escape(str(path))} is not a usable checkpoint: it contains weights but no training state$"
+    reason = f"^{re.escape(str(path))} is not a usable checkpoint: the file contains weights but no training state$"
     with pytest.raises(ValueError, match=reason):
         load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match=r"^there is no checkpoint .*nowhere$"):
@@ -186,7 +186,7 @@ for _ in range(100_000):
     ids=lambda value: type(value).__name__,
 )
 def test_unserializable_progress_raises_value_error(path, saved, value):
-    with pytest.raises(ValueError, match=r"^progress\['place'\] must be made of "):
+    with pytest.raises(ValueError, match=r"^progress\['place'\] must contain only "):
         save_checkpoint(path, make(progress={**PROGRESS, "place": value}))
     assert path.read_bytes() == saved
 
@@ -211,7 +211,7 @@ def test_unserializable_progress_raises_value_error(path, saved, value):
         (lambda c: dataclasses.replace(c, weights={}), ValueError, "weights contain 0 tensors"),
         (lambda c: dataclasses.replace(c, config=c.config.replace(d_ff=41)), ValueError, "weights do not fit"),
         (lambda c: dataclasses.replace(c, progress=[]), TypeError, "progress must be a dict: got list"),
-        (lambda c: dataclasses.replace(c, progress={1: 1}), ValueError, r"progress\[1\] must be made of"),
+        (lambda c: dataclasses.replace(c, progress={1: 1}), ValueError, r"progress\[1\] must contain only"),
     ],
 )
 def test_save_rejects_checkpoints_that_load_rejects(path, saved, change, error, reason):
@@ -266,7 +266,7 @@ CORRUPTIONS = {
     "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
     "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
     "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 2: got 3"),
-    "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata has unknown entries: trainer"),
+    "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata contains unknown entries: trainer"),
     "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
     "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
     "missing training": (
@@ -280,7 +280,7 @@ CORRUPTIONS = {
     "float step": ({"description": training(step=1.0)}, "step must be an integer: got 1.0"),
     "negative seed": ({"description": training(seed=-7)}, "seed must be at least 0: got -7"),
     "progress list": ({"description": training(progress=[])}, "progress must be a dict: got list"),
-    "progress NaN": ({"description": training(progress={"x": math.nan})}, r"progress\['x'\] must be made of"),
+    "progress NaN": ({"description": training(progress={"x": math.nan})}, r"progress\['x'\] must contain only"),
     "settings list": ({"description": training(settings=[])}, "training settings must be a mapping"),
     "no settings": (
         {"description": training(settings={})},
@@ -330,7 +330,7 @@ def test_corrupted_sharded_checkpoint_is_rejected(tmp_path, case):
 def test_directory_without_training_state_is_rejected(tmp_path):
     save_weights(tmp_path / RUN, small_config(), random_weights(small_config()))
     with pytest.raises(
-        ValueError, match=r"is not a usable sharded checkpoint: it contains weights but no training state$"
+        ValueError, match=r"is not a usable sharded checkpoint: the file contains weights but no training state$"
     ):
         read_run(tmp_path)
 

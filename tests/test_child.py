@@ -186,9 +186,18 @@ def test_output_of_an_interpreter_wrapper_is_ignored(wrapped):
     [
         ("echo nothing else", "the process ended with exit code 0"),
         ("echo before; exit 5", "the process ended with exit code 5"),
-        ("exec cat", "it printed '' to standard output, which is reserved for messages: print to standard error in"),
-        ("exec yes 'hello world'", "it printed 'hello world' to standard output, which is reserved for messages"),
-        ("printf 'a\\nb\\n\\0'; exec cat", "it printed 'a' to standard output, which is reserved for messages"),
+        (
+            "exec cat",
+            "the process printed '' to standard output, which is reserved for messages: print to standard error in",
+        ),
+        (
+            "exec yes 'hello world'",
+            "the process printed 'hello world' to standard output, which is reserved for messages",
+        ),
+        (
+            "printf 'a\\nb\\n\\0'; exec cat",
+            "the process printed 'a' to standard output, which is reserved for messages",
+        ),
     ],
 )
 def test_wrapper_that_starts_no_process_is_reported(line, how, wrapped, capfd):
@@ -205,7 +214,7 @@ def test_message_that_cannot_be_unpickled_ends_the_process(start, capfd):
     assert child.receive() == "here"
     with pytest.raises(ChildEndedError) as ended:
         child.receive()
-    said = "it sent a message that cannot be unpickled: ModuleNotFoundError: No module named 'only_there'"
+    said = "the process sent a message that cannot be unpickled: ModuleNotFoundError: No module named 'only_there'"
     assert (ended.value.how, ended.value.last_line) == (said, "the last line")
     assert child.process.poll() is not None
     assert capfd.readouterr() == ("", "")

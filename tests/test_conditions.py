@@ -45,7 +45,10 @@ def test_condition_met_only_by_differing_cases_is_stated(stage, differs, words):
 def test_single_differing_case_is_named_with_at_most_one_condition():
     """A combination of two conditions could describe any single case, so it would be meaningless."""
     found = said(STEPS, lambda case: case.restart)
-    assert found == "only steps/port/changing_micro_batches differs, the only case with a restart of training"
+    assert (
+        found == "steps/port/changing_micro_batches is the only case that differs, and the only case with a restart of "
+        "training"
+    )
     assert said(DECODE, lambda case: case.name == "decode/port_beam") == ""
 
 

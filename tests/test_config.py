@@ -68,7 +68,7 @@ def bad_fields():
         {"skip_first_self_attention": True, "num_decoder_layers": 1},
         ValueError,
         "skip_first_self_attention requires num_decoder_layers to be at least 2: with one layer, no target position "
-        "could attend to earlier ones",
+        "could attend to earlier positions",
     )
     yield {"dropout": 0.1}, TypeError, "dropout must be a DropoutRates or a dict: got float"
     yield {"d_model": 22}, ValueError, "num_heads must divide d_model unless d_k and d_v are given: got 3 and 22"

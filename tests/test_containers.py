@@ -106,7 +106,7 @@ ZIPPED = {  # each pickle, with a part of the expected error message
         "at most 10,000,000 values",
     ),
     "a text of 4 GiB": (b"\x80\x02X\xff\xff\xff\xff.", "expected 4294967295 bytes"),
-    "a pickle that does not end": (b"\x80\x02}", "not a valid file"),
+    "a pickle that does not end": (b"\x80\x02}", "not a valid torch.save file"),
     "no values on the stack": (b"\x80\x02\x86.", "an empty stack"),
     "a storage cut short": (state(a_tensor(of=storage(count=5))), "at least 20 bytes: got 16"),
     "a storage of 4 TiB": (state(a_tensor(of=storage(count=2**40))), "at least 4,398,046,511,104 bytes"),
@@ -164,8 +164,8 @@ def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
         ("old: os.system as the keys", front + good + pickle.dumps(Call(*RUN), 2), "posix.system"),
         ("old: another count", old + struct.pack("<q", 5) + bytes(20), "must have 4 elements"),
         ("old: cut short", old + struct.pack("<q", 4) + bytes(12), "is truncated"),
-        ("old: keys of its own", front + good + pickle.dumps(["1"], 2) + bytes(24), "its list of storages"),
-        ("old: nothing behind the first pickle", pickles.LEGACY_START, "valid file"),
+        ("old: keys of its own", front + good + pickle.dumps(["1"], 2) + bytes(24), "the list of storages"),
+        ("old: nothing behind the first pickle", pickles.LEGACY_START, "not a valid torch.save file"),
     ):
         add(title, new("bin"), said).write_bytes(content)
 

@@ -243,7 +243,7 @@ HDF5_ATTACKS = {
     compressed: "W must be stored contiguously",
     text: "W must contain numbers",
     references: "W must contain numbers",
-    itself: "got a second one, group/again/",
+    itself: "got a second path, group/again/",
     deep: "levels deep",
     named_type: "W must be a group or a dataset",
 }

@@ -159,13 +159,17 @@ def test_config_or_settings_given_as_a_dict_raise_type_error(backend, model):
 def test_tap_without_return_raises_type_error(backend, model):
     shown = []
     for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
-        message = f"the tap must return {first} or an array with as many axes: got NoneType; end it with `return value`"
+        message = (
+            f"the tap must return the value of {first}, or an array with the same number of axes: got NoneType; end "
+            "the tap with "
+            "`return value`"
+        )
         kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras appends the arguments of the call to the message
         assert kind is TypeError
         assert message in said
     message = (
-        "the tap must return target_embedding.output or an array with as many axes: got NoneType; "
-        "end it with `return value`"
+        "the tap must return the value of target_embedding.output, or an array with the same number of axes: got "
+        "NoneType; end the tap with `return value`"
     )
     cache = model.init_cache(SOURCE, 3)
     assert refusal(model.decode_step, [1, 1], cache, tap={}) == (

@@ -58,7 +58,7 @@ def test_convention_diagnosis_suggests_an_override():
     other = replace(case, config=case.config.replace(layer_norm_epsilon=1e-5))
     found = if_it_is_meant(diagnose(case, tensors(numpy(other), case), "it"), IN_PORT)
     assert found.confidence == EXACT
-    advice = "fix it or, if it is intentional, declare it in the port: overrides = {'layer_norm_epsilon': 1e-05}"
+    advice = "fix the port or, if this change is intentional, declare it: overrides = {'layer_norm_epsilon': 1e-05}"
     assert advice in found.signatures
     assert len(found.sentence) < 120
     assert found.runner_up not in found.sentence

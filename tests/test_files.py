@@ -209,10 +209,10 @@ BAD_CHECKSUMS = {
     "version 1": ({"version": 1}, "format version must be 2: got 1"),
     "version 3": ({"version": 3}, "format version must be 2: got 3"),
     "a version of a wrong type": ({"version": True}, "format version must be 2: got True"),
-    "no checksums": ({"version": 2}, "its metadata must have an object 'sha256'"),
-    "checksums in a list": ({"version": 2, "sha256": []}, "its metadata must have an object 'sha256'"),
+    "no checksums": ({"version": 2}, "the metadata must contain an object 'sha256'"),
+    "checksums in a list": ({"version": 2, "sha256": []}, "the metadata must contain an object 'sha256'"),
     "a missing checksum": ({"version": 2, "sha256": {}}, "is damaged: its SHA-256 must be None: got "),
-    "an unknown entry": ({"version": 2, "sha256": {}, "rung": 1}, "its metadata has unknown entries: rung"),
+    "an unknown entry": ({"version": 2, "sha256": {}, "rung": 1}, "the metadata contains unknown entries: rung"),
 }
 
 
@@ -385,15 +385,19 @@ def test_flipped_bits_in_notes_and_vocabularies_are_detected(path, config):
             (
                 {"notes": {"origin": {"x": value}}},
                 ValueError,
-                r"^origin\['x'\] must be made of dicts with string keys, ",
+                r"^origin\['x'\] must contain only dicts with string keys, ",
             )
             for value in (object(), np.float32(1), np.float64(1), math.nan, (1, 2), {1: 2}, [{"y": (1,)}], b"bytes")
         ),
-        ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must be made of dicts with string keys, "),
+        ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must contain only dicts with string keys, "),
         ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
         ({"notes": {"license": {}}}, ValueError, "note must be one of search, origin: got 'license'"),
-        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "an identifier as its kind: got 'a.b'"),
-        ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "files and an identifier as its kind"),
+        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "its kind must be an identifier: got 'a.b'"),
+        (
+            {"vocabulary": VocabularyFiles("marian", {})},
+            ValueError,
+            "vocabulary must have files, and its kind must be an identifier",
+        ),
         (
             {"vocabulary": VocabularyFiles("marian", {"x": "x"})},
             TypeError,
@@ -412,10 +416,10 @@ def test_invalid_notes_and_vocabularies_are_rejected_without_writing(path, confi
     [
         (
             {"vocabulary": b"", "vocabulary.marian.a": b""},
-            "it must contain one vocabulary: got vocabulary, vocabulary.marian.a",
+            "the file must contain only one vocabulary: got vocabulary, vocabulary.marian.a",
         ),
-        ({"vocabulary.marian.a": b"", "vocabulary.nllb.b": b""}, "it must contain one vocabulary"),
-        ({"vocabulary.a": b""}, "it must contain one vocabulary: got vocabulary.a"),
+        ({"vocabulary.marian.a": b"", "vocabulary.nllb.b": b""}, "the file must contain only one vocabulary"),
+        ({"vocabulary.a": b""}, "the file must contain only one vocabulary: got vocabulary.a"),
     ],
 )
 def test_file_with_several_vocabularies_is_rejected(path, config, extra, message):

@@ -170,7 +170,7 @@ def test_advice_for_a_convention_names_the_files():
         "`parity golden --for module:Class --out A`, where the class sets overrides = {'layer_norm_epsilon': 1e-05}"
         in remedy
     )
-    assert "declare it in the port" not in remedy
+    assert "declare it: overrides" not in remedy
 
 
 def test_float64_files_with_float32_precision_are_recognized():

@@ -17,9 +17,15 @@ from transformer_spec.search import Search
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_beams": 10**9}, "beam_size of a search in a file must be at most 1,000: got 1,000,000,000"),
-        ({"max_new_tokens": 10**9}, "max_length of a search in a file must be at most 65,536: got 1,000,000,000"),
-        ({"no_repeat_ngram_size": 10**9}, "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,"),
+        ({"num_beams": 10**9}, "beam_size in the search settings of a file must be at most 1,000: got 1,000,000,000"),
+        (
+            {"max_new_tokens": 10**9},
+            "max_length in the search settings of a file must be at most 65,536: got 1,000,000,000",
+        ),
+        (
+            {"no_repeat_ngram_size": 10**9},
+            "no_repeat_ngram_size in the search settings of a file must be at most 1,000: got",
+        ),
         ({"forced_bos_token_id": 31}, r"forced_ids must be in \[0, 31\): got 31"),
         ({"decoder_start_token_id": 31}, r"start_id must be in \[0, 31\): got 31"),
         ({"bad_words_ids": [[31]]}, r"banned_ids must be in \[0, 31\): got 31"),
@@ -94,4 +100,4 @@ def test_settings_that_cannot_be_converted_are_reported():
     _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
     assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
     _, notes = write_search(Search(4), CONFIG)
-    assert notes == ["generate has different search rules: with a beam, its translations may differ"]
+    assert notes == ["`generate` uses different search rules, so its translations may differ when it uses a beam"]

@@ -227,7 +227,10 @@ def other_weights(directory):
         (set_field("config", "d_ff", value=41), ["must be equal to the config in manifest.json", "d_ff 40 and 41"]),
         (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is not valid JSON"]),
         (lambda f: (f / "manifest.json").write_text("[]"), ["must have the format"]),
-        (lambda f: (f / "manifest.json").unlink(), ["does not contain golden vectors: there is no manifest.json"]),
+        (
+            lambda f: (f / "manifest.json").unlink(),
+            ["does not contain golden vectors: the directory has no manifest.json"],
+        ),
         (shutil.rmtree, ["there is no directory"]),
         (
             lambda f: edit(f, PADDED, "float64", put("logits", lambda x: x[..., :36].copy()), describe=False),
@@ -237,14 +240,14 @@ def other_weights(directory):
             lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),
             ["full/padded/float32.safetensors", "missing logits"],
         ),
-        (other_weights, ["must define the same task, but they differ in weights: source_embedding.table"]),
+        (other_weights, ["must define the same task, but differ in weights: source_embedding.table"]),
         (
             lambda f: edit(f, PADDED, "inputs", spoiled("source_ids", 5)),
-            ["must define the same task, but they differ in inputs of full/padded: source_ids"],
+            ["must define the same task, but differ in inputs of full/padded: source_ids"],
         ),
         (
             set_field("cases", "decode/port_beam", "search", "beam_size", value=5),
-            ["must define the same task, but they differ in search of decode/port_beam", "beam_size=4", "beam_size=5"],
+            ["must define the same task, but differ in search of decode/port_beam", "beam_size=4", "beam_size=5"],
         ),
     ],
 )
@@ -308,7 +311,10 @@ def test_wrong_tap_order_diverges(truth, copy, capsys):
     assert compare(truth, copy, "--stage", "gradients") == 0
     edit(copy, PADDED, "float64", reverse)
     assert compare(truth, copy, "--stage", "activations") == 1
-    assert "the order is wrong: got output instead of source_embedding.output" in capsys.readouterr().out
+    assert (
+        "the names must be in the expected order: got output instead of source_embedding.output"
+        in capsys.readouterr().out
+    )
 
 
 def zeros(tensors):

@@ -84,9 +84,9 @@ def test_golden_writes_and_compares_multiple_presets(tmp_path, capsys):
     assert "annotated/numpy: activations: no such cases exist" in capsys.readouterr().out
     shutil.rmtree(mine / "annotated")
     assert compare(out, mine) == 3
-    assert "both must contain the same models" in capsys.readouterr().err
+    assert "both directories must contain the same models" in capsys.readouterr().err
     assert compare(out, out / "annotated") == 3
-    assert "both must contain the same models" in capsys.readouterr().err
+    assert "both directories must contain the same models" in capsys.readouterr().err
     assert compare(out / "annotated", out / "paper_learned") == 3
     assert "config: norm_order pre and post" in capsys.readouterr().err
     assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
@@ -101,7 +101,7 @@ def test_golden_vectors_of_a_user_port_can_be_compared(tmp_path, capsys):
     directory = vectors.read(mine)
     assert (directory.producer, directory.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in directory.cases} == {"activations"}
-    assert LeftOut(STEPS, "it does not define train_step()", dtype="float64") in directory.left_out
+    assert LeftOut(STEPS, "the port does not define train_step()", dtype="float64") in directory.left_out
     findings = findings_of(right, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
@@ -121,11 +121,11 @@ def test_golden_vectors_of_a_port_with_all_methods_can_be_compared(truth, tmp_pa
     assert {"at encoder.output", "of source_embedding.table", "step 20 weight source_embedding.table"} <= seen
     reasons = {finding.detail.partition(": ")[2] for finding in findings if finding.verdict == SKIPPED}
     assert reasons == {
-        "these taps are not shown",
-        "gradients at these taps are not shown",
-        "norms of the gradient are not shown",
-        "moments are not shown",
-        "scores are not shown",
+        "these taps are not reported",
+        "gradients at these taps are not reported",
+        "norms of the gradient are not reported",
+        "moments are not reported",
+        "scores are not reported",
     }
 
 
@@ -171,7 +171,9 @@ def test_only_golden_vectors_are_overwritten_and_only_if_requested(copy, tmp_pat
     (copy / "notes.txt").write_text("mine")
     for path in (copy, tmp_path):
         assert main([*write, str(path), "--force"]) == 3
-        assert "must be empty or contain only golden vectors: it has different files" in capsys.readouterr().err
+        assert (
+            "must be empty or contain only golden vectors: got a directory with other files" in capsys.readouterr().err
+        )
     assert (copy / "notes.txt").read_text() == "mine"
     assert main([*write, str(copy / "notes.txt")]) == 3
     assert main([*write, str(tmp_path / "no" / "directory")]) == 3

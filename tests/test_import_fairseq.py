@@ -285,7 +285,9 @@ def test_fairseq_ids_follow_the_lines_of_the_dictionaries(tmp_path):
     assert set(imported.origin.files) == {"model.pt", "dict.en.txt", "dict.de.txt"}
     with pytest.raises(ValueError, match="23"):
         fairseq.read(path, ReadOptions(vocab=vocab[1:]))
-    with pytest.raises(ValueError, match=r"one or two dict.txt and, optionally, codes or a .model: got a, b"):
+    with pytest.raises(
+        ValueError, match=r"one or two dict.txt files and, optionally, a file with BPE codes or a .model file: got a, b"
+    ):
         fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))
     vocab[1].write_text("w1 1\nw2\n")
     with pytest.raises(ValueError, match=r"dict\.de\.txt: line 2 must be `symbol count`: got 'w2'"):

@@ -205,7 +205,7 @@ def test_missing_output_layer_and_bias_get_the_transformers_defaults(tmp_path):
     model.model.float().save_pretrained(tmp_path / "bare")
     whole, bare = import_checkpoint(tmp_path / "whole"), import_checkpoint(tmp_path / "bare")
     assert bare.config == whole.config
-    assert "final_logits_bias is missing, so it is zero, as in transformers" in bare.notes
+    assert "final_logits_bias is missing and is set to zero, as in transformers" in bare.notes
     for name, array in whole.weights.items():
         assert same(array, bare.weights[name]) or name == "output_proj.bias"
     assert not bare.weights["output_proj.bias"].any()
@@ -227,7 +227,7 @@ def test_import_command_verifies_the_imported_model(directory, tmp_path, capsys)
     said = capsys.readouterr().out
     for part in (
         "marian",
-        "source embedding, target embedding and output projection",
+        "source embedding, target embedding, and output projection",
         "4 of 4 translations",
         "AGREE  numpy, torch, trans",
     ):

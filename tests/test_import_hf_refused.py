@@ -49,9 +49,12 @@ def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     assert (tied, note.split(",")[0]) == ("none", "tie_word_embeddings is true")
     assert same(weights["output_proj.kernel"].T, table + 1)
     tied, note, _ = notes_of(changed(tmp_path / "tied", fields={"tie_word_embeddings": False}, **{OUTPUT: table}))
-    assert (tied, note) == ("all", f"{SAYS_NO} equals the target embedding, so they are tied")
+    assert (tied, note) == (
+        "all",
+        f"{SAYS_NO} equals the target embedding, so the target embedding and the output projection are tied",
+    )
     tied, note, _ = notes_of(changed(tmp_path / "tied", drop=[OUTPUT]))
-    assert (tied, note) == ("all", f"{SAYS_NO} is missing, so they are tied")
+    assert (tied, note) == ("all", f"{SAYS_NO} is missing, so the target embedding and the output projection are tied")
     tied, note, _ = notes_of(tmp_path / "apart")
     assert (tied, note) == ("none", f"{SHARED} differs from the embedding of the encoder and is ignored")
     drop = [huggingface.ENCODER, huggingface.DECODER]  # checkpoints written by releases before 5 lack these tensors
@@ -128,7 +131,7 @@ def test_unexpected_position_table_is_rejected(directory):
 
 def test_directory_with_weights_for_another_framework_is_rejected(directory):
     (directory / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="there are no weights in"):
+    with pytest.raises(FileNotFoundError, match="contains no weights: the directory must contain"):
         import_checkpoint(directory)
     (directory / "tf_model.h5").write_bytes(b"")
     with pytest.raises(ValueError, match=r"got only weights for TensorFlow \(tf_model.h5\)"):
@@ -138,7 +141,7 @@ def test_directory_with_weights_for_another_framework_is_rejected(directory):
 @pytest.mark.parametrize("format_", ["marian", "fairseq", "torch"])
 def test_directory_is_rejected_by_single_file_formats(directory, format_):
     options = ReadOptions(fields=dict.fromkeys(torch_nn.ASKED, "none")) if format_ == "torch" else None
-    with pytest.raises(ValueError, match=f"cannot be imported as {format_}: it must be "):
+    with pytest.raises(ValueError, match=f"must be .* to be imported as {format_}"):
         import_checkpoint(directory, format_, options)
 
 

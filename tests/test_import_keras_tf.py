@@ -78,9 +78,10 @@ def test_imported_logits_match_keras(port, options, ids, tmp_path):
         layer_norm_epsilon=options.get("layer_norm_epsilon", 1e-5),
     )
     assert imported.notes == (
-        "the first of the two embeddings is used for the source, which is the order in a functional model",
-        "not in the file, so your values are used: pad_id 0, bos_id 1, eos_id 2. "
-        "Comparing backends does not detect a wrong value",
+        "the first of the two embeddings is used for the source, because a functional model stores the source "
+        "embedding first",
+        "the file does not specify these settings, so your values are used: pad_id 0, bos_id 1, eos_id 2. The "
+        "comparison of the backends does not detect a wrong value",
     )
     assert reader.recognizes(tmp_path / "model.keras")
     said = {name: getattr(imported.config, name) for name in POST}

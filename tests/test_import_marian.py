@@ -325,5 +325,6 @@ def test_yml_vocabularies_determine_ids_and_round_trip(save, tmp_path):
 def test_unsupported_vocabulary_kind_is_not_exported(save, tmp_path):
     notes = marian.write(read(save()), tmp_path / "out")
     assert notes == (
-        "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml",
+        "the vocabulary is not written because Marian does not support its kind: add a vocabulary that Marian "
+        "supports to model.npz.decoder.yml",
     )

@@ -134,7 +134,7 @@ def test_error_for_an_unrecognized_file_describes_its_contents(here, capsys):
         "whole.pt"
     )
     torch.save({"w": torch.ones(2)}, "other.pt")
-    assert "it contains w; `parity import --help` lists the supported formats" in said("other.pt")
+    assert "the file contains w; `parity import --help` lists the supported formats" in said("other.pt")
     torch.save({"model": {"encoder.layers.0.fc1.weight": torch.ones(2)}}, "fairseq.pt")
     assert "belong to fairseq or Hugging Face, but the settings are missing" in said("fairseq.pt")
     (here / "empty").mkdir()
@@ -142,7 +142,7 @@ def test_error_for_an_unrecognized_file_describes_its_contents(here, capsys):
     (here / "hf").mkdir()
     (here / "hf/config.json").write_text("{}")
     (here / "hf/model.safetensors").write_text("")
-    assert "its directory contains config.json, so pass the directory: hf" in said("hf/model.safetensors")
+    assert "the directory of this file contains config.json, so pass the directory: hf" in said("hf/model.safetensors")
     config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2, d_ff=8)
     ref.save_weights("ours.safetensors", config, ref.init_weights(config, seed=0))
     assert "a weight file of this project; use it with `parity translate` or" in said("ours.safetensors")
@@ -154,8 +154,11 @@ def test_names_option_selects_the_torch_format(here, capsys):
     assert code == 0
     assert "torch.nn.Transformer" in out
     words = " ".join(out.split())
-    assert "not in the file, so your values are used: num_heads 3, norm_order post, activation relu" in words
-    assert "pass its files, such as --vocab source.model target.model" in words
+    assert (
+        "the file does not specify these settings, so your values are used: num_heads 3, norm_order post, activation "
+        "relu" in words
+    )
+    assert "pass vocabulary files, such as --vocab source.model target.model" in words
 
 
 def test_written_weights_are_checked_only_with_installed_backends(here, capsys, only):
@@ -207,7 +210,7 @@ def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
     (here / "files").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "files is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
+    assert "files is a directory, not a weight file: to convert a checkpoint directory, use `parity import`\n" in err
     for name in ("model.safetensors", "checkpoint-20.safetensors"):  # a training run writes both files
         (here / "files" / name).touch()
     code, _, err = parity(capsys, *line.split())
@@ -286,7 +289,10 @@ LIES = {
         {"search": search({"banned_ids": [9]})},
         r"banned_ids must be in \[0, 9\): got 9",
     ),
-    "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
+    "a beam of a billion": (
+        {"search": search(beam_size=10**9)},
+        "beam_size in the search settings of a file must be at most",
+    ),
     "an unknown preset": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
     "files given as a string": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be strings"),
 }

@@ -122,7 +122,7 @@ def both(**fields):
 WRONG = {
     "opennmt-separate": [
         *((option(name, value), f"-{name} must be .*: got {value!r}") for name, value in OPTIONS.items()),
-        (lambda c: c.pop("opt"), "must contain model, generator, vocab and opt"),
+        (lambda c: c.pop("opt"), "must contain model, generator, vocab, and opt"),
         (lambda c: c["vocab"].update(src=3), "'vocab' must contain lists of tokens"),
         (lambda c: c["vocab"].update(tgt=["a"]), "the target vocabulary must contain <blank>, <s>, </s>"),
         (lambda c: c["vocab"].update(src=["<blank>"]), "<blank> must have the same ID in both vocabularies: got 0 and"),

@@ -18,11 +18,11 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
 NOT_ASKED = {  # reasons for skipping values that user ports never report
-    "20 norms of the gradient are not shown",
-    "366 moments are not shown",
-    "122 moments are not shown",
+    "20 norms of the gradient are not reported",
+    "366 moments are not reported",
+    "122 moments are not reported",
     "user ports do not expose a cache",
-    "scores are not shown",
+    "scores are not reported",
 }
 IN_EVERY_FRAMEWORK = [
     pytest.param(name, marks=pytest.mark.only(name if name in PORTS else "numpy")) for name in FRAMEWORKS
@@ -88,7 +88,7 @@ def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framewor
     findings = list(compare(in_stages(cases, {ACTIVATIONS}), port, Placements(("float64",))))
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in cases}
-    assert "it does not define export_weights()" in {finding.detail for finding in findings}
+    assert "the port does not define export_weights()" in {finding.detail for finding in findings}
 
 
 def test_template_contains_every_method(directory):

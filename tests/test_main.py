@@ -22,7 +22,7 @@ from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, replacing, write_json, write_results, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
-posix = pytest.mark.needs(os.name != "nt", "pipes and devices by name")
+posix = pytest.mark.needs(os.name != "nt", "pipes and device files")
 HEAVY = ("numpy", "rich", "matplotlib", "jinja2", "PIL", "sentencepiece", "torch", "jax", "tensorflow")
 
 

@@ -35,7 +35,9 @@ def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
         torch.testing.assert_close(logits, right, rtol=1e-12, atol=1e-12)
         assert found.length == n + 1
         assert len(graphs) <= 1 + (n > 0) + (n == 19)  # three kinds: first step, full cache, others
-    with pytest.raises(ValueError, match="must have capacity for the next target position: all 20 are in use"):
+    with pytest.raises(
+        ValueError, match="must have capacity for the next target position: all 20 positions are in use"
+    ):
         model.decode_step(torch.tensor([1, 1]), expected)
 
 
@@ -116,7 +118,7 @@ def test_prefix_beyond_the_cache_capacity_is_rejected(port):
     cache = model.init_cache(SOURCE, 3)
     _, cache = model.decode_step(TARGET[:, :1], cache)
     for tokens, message in (
-        (TARGET, "a cache of 3 positions must have capacity for 3 more: 1 are in use"),
+        (TARGET, r"the cache must have capacity for 4 positions \(1 are in use\): got 3"),
         (TARGET[:1], r"target_ids must have shape \(2,\): got \(1,\)"),
         (TARGET[:, :0], "target_ids must contain at least one token"),
         (TARGET[None], r"target_ids must have shape \[batch, length\]: got \(1, 2, 3\)"),

@@ -101,7 +101,7 @@ def test_jax_cache_can_be_passed_through_jit(port):
         logits, cache = step(model, TARGET[:, position], cache)
         assert_close(port.to_numpy(logits), expected[:, position])
     assert traces == [(2,)]
-    with pytest.raises(ValueError, match="all 3 are in use"):
+    with pytest.raises(ValueError, match="all 3 positions are in use"):
         model.decode_step(TARGET[:, 0], cache)
 
     def step_of_loop(cache, target_ids):

@@ -60,7 +60,7 @@ def test_tf_cache_can_be_passed_through_a_function(port):
         logits, cache = step(tf.constant(TARGET[:, position]), cache)
         assert_close(port.to_numpy(logits), expected[:, position])
     assert traces == [(2,)]
-    with pytest.raises(ValueError, match="all 3 are in use"):
+    with pytest.raises(ValueError, match="all 3 positions are in use"):
         model.decode_step(TARGET[:, 0], cache)
 
     @tf.function(jit_compile=True)

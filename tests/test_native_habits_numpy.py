@@ -307,7 +307,7 @@ REFUSED = {
     "get_weights(trainer)": (lambda: ref.get_weights(trainer()), "model must be a Model: got Trainer"),
     "save_weights(path, config, model)": (
         lambda: ref.save_weights("m", CONFIG, MODEL),
-        "as export_weights() returns it",
+        "as returned by export_weights()",
     ),
     "a layer removed, then exported": (lambda: shortened().export_weights(), "encoder.layers must have 2 layers"),
     "dropout=0.1": (lambda: CONFIG.replace(dropout=0.1), "dropout must be a DropoutRates or a dict: got float"),
@@ -336,11 +336,11 @@ REFUSED = {
         lambda: MODEL.decode(TARGET, np.float32(MEMORY), SOURCE),
         "memory must be float64: got float32",
     ),
-    "tap=print": (lambda: MODEL(SOURCE, TARGET, tap=print), "the tap must return source_embedding.output"),
+    "tap=print": (lambda: MODEL(SOURCE, TARGET, tap=print), "the tap must return the value of source_embedding.output"),
     "tap=None": (lambda: MODEL(SOURCE, TARGET, tap=None), "tap must be a function of a name and a value: got NoneType"),
     "a tap that returns a mean": (
         lambda: MODEL(SOURCE, TARGET, tap=lambda name, value: value.mean()),
-        "end it with `return",
+        "end the tap with `return",
     ),
     "a Recorder for two calls": (lambda: MODEL(SOURCE, TARGET, tap=recorded()), "use a new Recorder for each call"),
     "device='cuda'": (

@@ -98,7 +98,9 @@ def test_decode_step_uses_a_subclassed_position_module(port):
 def test_search_rejects_a_replaced_position_module(port):
     model = build(port)
     model.target_position = nn.Identity()
-    with pytest.raises(ValueError, match="target_position must add one vector per position: got Identity"):
+    with pytest.raises(
+        ValueError, match="target_position must be a module that adds one vector per position: got Identity"
+    ):
         port.package.greedy_search(model, SOURCE)
 
 
@@ -186,7 +188,7 @@ def test_replaced_parameters_require_a_new_trainer(port, change, method):
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)
     change(model)
-    with pytest.raises(ValueError, match=r"create a new Trainer for .*weight"):
+    with pytest.raises(ValueError, match=r"the optimizer must contain .*missing .*weight"):
         getattr(trainer, method)(*BATCH)
 
 

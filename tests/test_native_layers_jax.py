@@ -175,7 +175,7 @@ def test_rngs_can_be_streams_a_key_or_a_seed(port):
     for rngs in (3, np.int64(3), jax.random.key(3)):
         assert_same_bits(port.package.Transformer(CONFIG, rngs=rngs).export_weights(), expected)
     for rngs in (None, "3", 3.0, True, np.ones(2)):
-        with pytest.raises(TypeError, match=r"rngs must be an nnx\.Rngs, a key or a seed: got"):
+        with pytest.raises(TypeError, match=r"rngs must be an nnx\.Rngs, a key, or a seed: got"):
             port.package.Transformer(CONFIG, rngs=rngs)
 
 

@@ -280,7 +280,7 @@ def test_export_rejects_layer_counts_that_contradict_the_config():
 
 def test_swapped_arguments_raise_type_error():
     model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
-    mapping = "must be a mapping of names to arrays, as export_weights() returns it: got"
+    mapping = "must be a mapping of names to arrays, as returned by export_weights(): got"
     for function, arguments, message in (
         (ref.set_weights, (weights, model), "model must be a Model: got dict"),
         (ref.get_weights, (ref.Trainer(model, TrainingConfig()),), "model must be a Model: got Trainer"),

@@ -52,7 +52,7 @@ BUGS = {  # the message, mapped to the tensor that diverges and to the edits of 
         "rows of each process",
         [("ids[dist.get_rank() :: dist.get_world_size()]", "ids")],
     ),
-    "train_step of process 0 reads different rows than gradients": (
+    "train_step of process 0 must read the same rows as gradients": (
         "rows of each process",
         [("self.trainer.train_step(*self._own_rows(batch))", "self.trainer.train_step(*map(torch.tensor, batch))")],
     ),
@@ -265,9 +265,9 @@ def test_sharded_parameters_agree_and_full_copies_diverge(monkeypatch, tmp_path)
     Path("ddp_port.py").write_text(EXAMPLE.read_text())
     Path("sharded.py").write_text(SHARDED)
     assert failing("sharded:Sharded", "fsdp=2") == {}
-    said = "a device must store about 50% of all parameter elements: one stores 100%"
+    said = "a device must store about 50% of all parameter elements: a device stores 100%"
     assert failing("sharded:Replicated", "fsdp=2") == {"plain sharding": said, "uneven sharding": said}
-    said = "it does not define parameters_per_device()"
+    said = "the port does not define parameters_per_device()"
     assert failing("ddp_port:MyPort", "fsdp=2") == {"plain ": said, "uneven ": said}
 
 
@@ -296,7 +296,7 @@ def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "plan", "at", "said"),
     [
-        ("Alone", "data=2", "", "it does not define gradients()"),
+        ("Alone", "data=2", "", "the port does not define gradients()"),
         ("Reference", "fsdp=2", "", "no parts of parameters"),
         ("Apart", "data=2", REPLICAS, "parameters differ between their replicas"),
         ("Nothing", "data=2", ROWS, "process 0 trains independently: its gradient contains no rows of other processes"),
@@ -305,11 +305,16 @@ def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
             "Nothing",
             "fsdp=2,tensor=2",
             DIVIDED,
-            "a device must store about 27% of all parameter elements: one stores 100%",
+            "a device must store about 27% of all parameter elements: a device stores 100%",
         ),
-        ("Nothing", "tensor=2", DIVIDED, "a device must store about 53% of all parameter elements: one stores 100%"),
+        (
+            "Nothing",
+            "tensor=2",
+            DIVIDED,
+            "a device must store about 53% of all parameter elements: a device stores 100%",
+        ),
         ("OneDevice", "data=2", DIVIDED, "must return 2 numbers over all processes: got 1"),
-        ("Uncounted", "data=2", "", "it does not define parameters_per_device()"),
+        ("Uncounted", "data=2", "", "the port does not define parameters_per_device()"),
     ],
 )
 def test_ports_without_distributed_training_fail(monkeypatch, tmp_path, kind, plan, at, said):

@@ -190,7 +190,7 @@ def saved_and_loaded(directory):
     assert (one.step, one.seed) == (1, probe.seed)
     results = [float(pair.train_step(*probe.batch(1)).loss) for pair in (many, one)]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
-    with pytest.raises(FileExistsError, match=r"run exists already$"):
+    with pytest.raises(FileExistsError, match=r"run already exists: choose a different directory$"):
         save_sharded(Path(directory) / "run", many)
     other = trainer(package, probes()["untied"])
     with pytest.raises(ValueError, match=r"must contain \S+ as float64 .*: got "):
@@ -235,7 +235,7 @@ def test_trainer_rejects_unsupported_strategies(port):
 def test_compile_option_is_rejected_on_a_mesh(port):
     model = port.package.Transformer.from_weights(probes()["plain"].config, probes()["plain"].weights())
     mesh = port.package.make_mesh(Plan(), "cpu")
-    with pytest.raises(ValueError, match=r"^compile=True requires a single device: got a mesh"):
+    with pytest.raises(ValueError, match=r"^compile=True does not support a mesh"):
         port.package.Trainer(model, ref.TrainingConfig(), mesh=mesh, compile=True)
 
 

@@ -144,7 +144,7 @@ def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes)
             assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
-        assert again == f"{directory / 'run'} exists already"
+        assert again == f"{directory / 'run'} already exists: choose a different directory"
         for resumed in (from_the_directory, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}
@@ -193,9 +193,9 @@ def test_single_process_mesh_matches_one_device():
 @pytest.mark.extended("plans")
 def test_missing_processes_cause_a_timeout_error(tmp_path):
     (said,) = ends(tmp_path, 2, [0], ("join", {"seconds": 3}), 100).values()
-    assert said.startswith("not all 2 processes have joined in 3 s: ")
+    assert said.startswith("not all 2 processes joined within 3 s: ")
     (said,) = ends(tmp_path, 2, [1], ("join", {"seconds": 3}), 100).values()
-    assert said.startswith("not all 2 processes have joined in 3 s: ")
+    assert said.startswith("not all 2 processes joined within 3 s: ")
 
 
 @pytest.mark.extended("plans")

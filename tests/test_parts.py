@@ -95,8 +95,14 @@ def test_unknown_part_is_rejected(tmp_path):
 
 
 MISSING = {
-    "no memory": ({"memory": None, "source_mask": MASK}, r"^memory must be given: a Decoder has no encoder$"),
-    "no source": ({}, r"^source_ids or source_mask must be given, to mark the padding of the memory: got neither$"),
+    "no memory": (
+        {"memory": None, "source_mask": MASK},
+        r"^a Decoder requires memory because it has no encoder: got None$",
+    ),
+    "no source": (
+        {},
+        r"^source_ids or source_mask must be given, because they specify the padding of the memory: got neither$",
+    ),
 }
 
 

@@ -75,7 +75,7 @@ def test_parameters_are_described_by_common_properties(fits, words):
         (
             lambda x: x + 1.0,
             "_norm.scale",
-            "of these, the backward pass computes decoder.layers.1.feed_forward_norm.scale first",
+            "the backward pass computes the gradient of decoder.layers.1.feed_forward_norm.scale first",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_errors_as_large_as_float32_rounding_are_described_as_such():
 
 def test_step_is_not_blamed_for_a_batch_size_change_or_restart():
     for name, step, said in (
-        ("steps/port/one_sentence", 2, "its batch has a different number of sentences"),
+        ("steps/port/one_sentence", 2, "the batch of step 2 has a different number of sentences"),
         ("steps/port/changing_micro_batches", 8, "training restarts after step 7"),
     ):
         losses = {key: value + 0.1 for key, value in observed_in(name).items() if key == f"step {step} loss"}
@@ -190,7 +190,7 @@ def test_step_is_not_blamed_for_a_batch_size_change_or_restart():
 def test_calls_with_outdated_weights_are_reported():
     logits = observed_in("steps/port")["step 5 logits"]
     said = patterns(shown("steps/port", {"step 5 logits": 1.1 * logits}))
-    assert any("they use weights from before the last update" in words for words in said)
+    assert any("these methods use weights from before the last update" in words for words in said)
 
 
 def test_first_wrong_token_of_padded_sentences_is_reported():
@@ -229,14 +229,14 @@ def test_weights_from_before_a_step_are_recognized(step, older, beginning, words
     tokens = Differing(case, (f"step {step} tokens",), {**truth, f"step {step} tokens": found["tokens"]}, truth)
     of_tokens = [one for one in patterns(tokens) if "used the weights" in one]
     assert len(of_tokens) == (step == 1)  # after step 5, the tokens are the same
-    assert all(one.endswith("the first step, or some of them") for one in of_tokens)
+    assert all(one.endswith("the first step, or some of these weights") for one in of_tokens)
 
 
 def test_losses_with_float32_precision_are_recognized():
     truth = observed_in("gradients/padded")
     rounded = np.asarray(float(np.float32(truth["loss"])))
     said = patterns(shown("gradients/padded", {"loss": rounded}))
-    assert said[0] == "the loss has only float32 precision: compute losses in the dtype of the model"
+    assert said[0] == "the loss has only float32 precision: compute the loss in the dtype of the model"
     for other in (0.0, 2.5, float(rounded) * (1.0 + 1e-12)):
         assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
 
@@ -310,10 +310,12 @@ def test_agreeing_cases_are_listed():
         findings = [found(differs, DIVERGES), *(found(name, AGREES) for name in agree)]
         return " | ".join(among_cases(findings, CASES[differs], others))
 
-    assert said("decode/port_beam", "decode/port_greedy").endswith("only beam search differs, and greedy search agrees")
+    assert said("decode/port_beam", "decode/port_greedy").endswith(
+        "only cases with beam search differ, and cases with greedy search agree"
+    )
     assert "has the same shapes and agrees" in said("full/other_padding", "full/padded")
     assert said("full/longest", "full/padded") == ""
-    assert said("gradients/padded", "gradients/one_token").endswith("these agree: gradients/one_token")
+    assert said("gradients/padded", "gradients/one_token").endswith("cases that agree: gradients/one_token")
     assert said("full/longest") == ""
 
 

@@ -107,9 +107,9 @@ def test_plugin_runs_one_test_per_case_and_dtype_with_skip_reasons(write, start)
         [*names, f"*collected {N + N32 + 2 + 1 + OTHERS} items*", "parity::MyPort-float64-steps/port SKIPPED*"]
     )
     for reason in (
-        "it does not define gradients()",
-        "it does not define train_step()",
-        "user ports do not expose a cache; it does not define generate",
+        "the port does not define gradients()",
+        "the port does not define train_step()",
+        "user ports do not expose a cache; the port does not define generate",
     ):
         assert reason in result.stdout.str()
 
@@ -293,14 +293,14 @@ def test_requested_stages_must_have_been_compared(write, run):
     assert outcomes(result) == {"skipped": chosen, "deselected": N + 2 + OTHERS - chosen}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["INCOMPLETE: MyPort: gradients: nothing was compared (it does not define gradients()*"]
+        ["INCOMPLETE: MyPort: gradients: nothing was compared (the port does not define gradients()*"]
     )
     assert "MyPort: decode" not in result.stdout.str()  # the decode stage was deselected
     searches = run("--parity-stage=decode")
     assert searches.ret == pytest.ExitCode.TESTS_FAILED
     result = searches.stdout.str()
     assert "INCOMPLETE: MyPort: decode: nothing was compared (" in result
-    assert "it does not define generate" in result
+    assert "the port does not define generate" in result
     write(more=EXPORT + SEARCH)
     everything = run("--parity-stage=activations,decode")
     assert (everything.ret, outcomes(everything)) == (

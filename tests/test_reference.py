@@ -305,7 +305,7 @@ def test_recorder_keeps_matching_taps_of_a_single_call():
     model(source, target, tap=everything)
     kept = [name for name in everything if re.fullmatch(r"decoder\.layers\.\d\.output", name)]
     assert list(seen) == ["encoder.output", *kept]
-    with pytest.raises(ValueError, match=r"tap encoder\.output fired twice"):
+    with pytest.raises(ValueError, match=r"tap encoder\.output was recorded twice"):
         model(source, target, tap=seen)
 
 

@@ -84,7 +84,7 @@ def drawn(blame: Blame) -> list[str]:
 def test_tree_collapses_correct_tensors():
     lines = drawn(blame_of({"decoder.layers.0.feed_forward.inner"}))
     assert lines[0] == "torch float64 full/padded"
-    assert [line for line in lines if "encoder.layers.0 to 1  fine, 24 tensors" in line]
+    assert [line for line in lines if "encoder.layers.0 to 1  within tolerance, 24 tensors" in line]
     guilty = [line for line in lines if "<-" in line]
     assert [line.strip("│├└─ ") for line in guilty] == ["inner  error 2.5e-01, tolerance 1e-12  <- introduced here"]
     assert any(line.endswith("decoder.layers.1  inherited, 20 of 20, error up to 2.5e-01") for line in lines)
@@ -106,9 +106,11 @@ def test_tree_marks_the_wrong_gradient():
     names += [f"of {name}" for name in reversed(parameter_shapes(config))]
     guilty = "of decoder.layers.0.cross_attention.key_proj.bias"
     lines = drawn(blame_of({guilty}, names=names))
-    assert any("gradients at the taps, starting from the logits  fine, 69 tensors" in line for line in lines)
+    assert any(
+        "gradients at the taps, starting from the logits  within tolerance, 69 tensors" in line for line in lines
+    )
     assert [line.strip("│├└─ ").partition("  ")[0] for line in lines if "<-" in line] == ["key_proj.bias"]
-    assert any("decoder.layers.0" in line and "fine" not in line for line in lines)
+    assert any("decoder.layers.0" in line and "within tolerance" not in line for line in lines)
     assert len(lines) <= LINES
 
 
@@ -129,4 +131,4 @@ def test_gradients_outside_layers_keep_their_names_in_a_shared_line():
 
 
 def test_tree_without_errors_ends_with_the_number_of_tensors():
-    assert drawn(blame_of(set()))[-1] == f"fine: {len(TAPS)} tensors"
+    assert drawn(blame_of(set()))[-1] == f"within tolerance: {len(TAPS)} tensors"

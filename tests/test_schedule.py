@@ -43,14 +43,15 @@ def trained_by(rate: Callable[[int], float]) -> Tensors:
     [
         (lambda step: usual(step - 1), "step n uses settings.learning_rate(n - 1, d_model)"),
         (lambda step: usual(step + 1), "step n uses settings.learning_rate(n + 1, d_model)"),
-        (lambda step: 1e-3, "its learning rate is 0.001 in steps 1 to 20"),
+        (lambda step: 1e-3, "the learning rate of the port is 0.001 in steps 1 to 20"),
         (
             lambda step: 1e-4 if step < 8 else 2e-4,
-            "its learning rate is 0.0001 in steps 1 to 7, 0.0002 in steps 8 to 20",
+            "the learning rate of the port is 0.0001 in steps 1 to 7, 0.0002 in steps 8 to 20",
         ),
         (
             lambda step: usual(step) * (1.0 if step <= 10 else 0.5),
-            "its learning rate is settings.learning_rate(n, d_model) times 1 in steps 1 to 10, 0.5 in steps 11 to 20",
+            "the learning rate of the port is settings.learning_rate(n, d_model) times 1 in steps 1 to 10, 0.5 in "
+            "steps 11 to 20",
         ),
     ],
     ids=[
@@ -73,14 +74,14 @@ def test_rates_are_measured_across_a_second_start() -> None:
     """The optimizer is replaced after step 7, and its step numbers restart at 1."""
     case = next(one for one in port_cases(tiny(d_k=None, d_v=None), (STEPS,)) if one.restart)
     rates = measured_rates(case, trained(scheduled(case, (0.9,) * 20)))
-    words = "its learning rate is settings.learning_rate(n, d_model) times 0.9 in steps 1 to 20"
+    words = "the learning rate of the port is settings.learning_rate(n, d_model) times 0.9 in steps 1 to 20"
     assert schedule_in_words(case, rates) == words
 
 
 def test_correct_learning_rates_before_the_first_wrong_one_are_omitted() -> None:
     """The learning rate stays constant after step 8, so the description omits the correct rates before it."""
     rates = [usual(min(step, 8)) for step in range(1, 21)]
-    words = f"its learning rate is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
+    words = f"the learning rate of the port is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
     assert schedule_in_words(CASE, rates) == words
 
 
@@ -97,7 +98,7 @@ def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
     found = diagnose(CASE, shown, "MyPort", known=candidates(CASE.config, STEPS, forward_agrees=True))
     assert found.confidence == EXACT
     assert found.sentence.startswith(
-        "in steps/port, MyPort trains exactly like the reference, except that its learning"
+        "in steps/port, MyPort trains exactly like the reference, except that the learning"
     )
 
 
@@ -106,7 +107,8 @@ def test_varying_learning_rates_suggest_another_bias_correction() -> None:
     rates = [usual(step) * (1.0 + 1.0 / (step + 1)) for step in range(1, 21)]
     words = schedule_in_words(CASE, rates)
     assert words.startswith(
-        "its steps are as large as with the learning rates settings.learning_rate(n, d_model) times 1.5 in step 1"
+        "the steps of the port are as large as with the learning rates settings.learning_rate(n, d_model) times 1.5 "
+        "in step 1"
     )
     assert words.endswith("...: the learning rate or a bias correction differs")
 

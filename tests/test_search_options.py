@@ -188,7 +188,7 @@ def test_search_raises_if_the_model_computes_nan(backend, size):
     weights["output_proj.kernel"][:] = 1e30
     model = load(backend, config, weights, "float32")
     for find, score in ((backend.package.greedy_search, "nan"), (backend.package.beam_search, "inf")):
-        message = f"a hypothesis must have a finite score: the best of sequence 0 has {score}"
+        message = f"the best score of each sequence must be finite: got {score} in row 0"
         with pytest.raises(ValueError, match=f"^{message}$"):
             find(model, [[3, 4]], max_length=3)
 
@@ -214,5 +214,7 @@ def test_invalid_decode_steps_raise_the_same_error_in_every_backend(backend, lim
             limited.decode_step(ids, cache)
         assert str(caught.value) == message
     _, cache = limited.decode_step([1, 1, 1, 1], cache)
-    with pytest.raises(ValueError, match="the cache must have capacity for the next target position: all 1 are in use"):
+    with pytest.raises(
+        ValueError, match="the cache must have capacity for the next target position: all 1 positions are in use"
+    ):
         limited.decode_step([1, 1, 1, 1], cache)

@@ -129,7 +129,7 @@ def test_generation_config_is_converted_to_a_search():
     for fields, message in (
         ({"repetition_penalty": 1.2}, "repetition_penalty in a generation config is not supported: got 1.2"),
         ({"eos_token_id": [0, 3]}, "eos_token_id must be the model's EOS token, 0: got [0, 3]"),
-        ({"bad_words_ids": [[3, 4]]}, "bad_words_ids must be single tokens: got [3, 4]"),
+        ({"bad_words_ids": [[3, 4]]}, "every entry of bad_words_ids must be a single token: got [3, 4]"),
         ({"early_stopping": "late"}, "early_stopping must be false, true or 'never': got 'late'"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -299,7 +299,7 @@ BAD_RULES = [
     ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
     ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
     ({"beam_shrinks": True}, ValueError, "beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'"),
-    ({"patience": 1}, ValueError, "unknown rules of a search: patience"),
+    ({"patience": 1}, ValueError, "unknown search rules: patience"),
 ]
 
 
@@ -368,11 +368,15 @@ def test_search_rules_and_options_round_trip_through_json():
         ({"min_length": 0}, ValueError, "min_length must be at least 1: got 0"),
         ({"start_id": -1}, ValueError, "start_id must be at least 0: got -1"),
         ({"length_penalty": "x"}, TypeError, "length_penalty must be a number: got 'x'"),
-        ({"max_length": 70_000}, ValueError, "max_length of a search in a file must be at most 65,536: got 70,000"),
+        (
+            {"max_length": 70_000},
+            ValueError,
+            "max_length in the search settings of a file must be at most 65,536: got 70,000",
+        ),
         (
             {"rules": {"no_repeat_ngram_size": 1001}},
             ValueError,
-            "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,001",
+            "no_repeat_ngram_size in the search settings of a file must be at most 1,000: got 1,001",
         ),
     ):
         with pytest.raises(error) as caught:

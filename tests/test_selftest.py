@@ -143,7 +143,9 @@ def test_trials_completed_before_a_process_died_are_kept(work, tmp_path, capsys)
 
 def test_silent_trial_process_times_out(work):
     work("sleeps")
-    with pytest.raises(ChildEndedError, match=r"^no progress for 1 s at torch: feed-forward: it printed nothing$"):
+    with pytest.raises(
+        ChildEndedError, match=r"^no progress for 1 s at torch: feed-forward: the process printed nothing$"
+    ):
         list(trials.all_trials(["torch"], ["feed-forward"], timeout=1.0))
 
 

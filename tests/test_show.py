@@ -43,7 +43,7 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
     assert again[0] == again[1]
     chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", directory / "attention.svg")
     chinese += ("--backends", "numpy")
-    note = "note: the font doesn't contain some of the characters; they are shown as boxes\n"
+    note = "note: the font does not contain some of the characters, which are shown as boxes\n"
     assert parity(capsys, "show", *chinese) == (0, f"wrote {directory / 'attention.svg'}\n", note)
     assert sorted(path.name for path in directory.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
 

@@ -108,7 +108,7 @@ def test_correct_and_unrelated_tensors_have_no_signature():
 def test_wrongly_masked_keys_are_described_by_their_distance():
     own = softmax(HEADS, ALLOWED & ~np.eye(7, dtype=bool) | (np.arange(7) == 0))
     (said,) = [words for words in signatures(own, softmax(HEADS, ALLOWED), CONFIG) if "allows" in words]
-    assert said == "72 keys that the mask allows get zero weight: each is at the position of its query"
+    assert said == "72 keys that the mask allows get zero weight: each of these keys is at the position of its query"
     ahead = softmax(HEADS, ALLOWED | np.eye(7, k=1, dtype=bool))
     (said,) = [words for words in signatures(ahead, softmax(HEADS, ALLOWED), CONFIG) if "forbids" in words]
     assert said.endswith(": each is 1 position after its query")

@@ -21,7 +21,7 @@ SETTING = Placements(("float64",))
             "MaskByShape",
             "activations",
             "full/other_padding",
-            "agrees on a newly loaded model, and differs",
+            "agrees on a newly loaded model, but differs",
         ),
         ("ForwardOfOldWeights", "steps", "steps/port", ""),
         ("ClipsBelowTheNorm", "steps", "steps/port/one_sentence", ""),

@@ -49,7 +49,7 @@ def test_tensor_without_a_name_in_the_format_raises_value_error():
     config, weights, _ = case()
     with pytest.raises(ValueError, match=r"this format cannot store output_proj\.kernel"):
         give(TABLE, weights, config)
-    with pytest.raises(ValueError, match=r"the table of names has no entry for output_proj\.kernel"):
+    with pytest.raises(ValueError, match=r"the table of names must contain an entry for output_proj\.kernel"):
         take(TABLE, give(table_of("bart"), weights, config), config)
 
 

@@ -49,11 +49,11 @@ def test_recording_taps_does_not_change_the_logits(backend):
 
 def test_missing_tap_error_lists_the_stored_values():
     seen = ref.Recorder("**.weights")
-    with pytest.raises(KeyError, match=r"^'layers.0.wieghts is not among the 0 stored values'$"):
+    with pytest.raises(KeyError, match=r"^'layers.0.wieghts is not one of the 0 recorded taps'$"):
         seen["layers.0.wieghts"]
     for name in ("layers.0.weights", "layers.1.weights", "layers.0.scores"):
         seen(name, 1.0)
-    message = "layers.0.wieghts is not among the 2 stored values: layers.0.weights, layers.1.weights"
+    message = "layers.0.wieghts is not one of the 2 recorded taps: layers.0.weights, layers.1.weights"
     with pytest.raises(KeyError, match=f"^'{message}'$"):
         seen["layers.0.wieghts"]
     assert seen.get("layers.0.scores") is None

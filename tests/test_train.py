@@ -405,8 +405,8 @@ def test_moved_text_of_a_run_can_be_specified(texts, tmp_path, capfd):
     moved = [path.rename(tmp_path / "there" / path.name) for path in texts]
     assert resume(directory, "--backend", "numpy") == 3
     assert (
-        f"the run's text {texts[0]} must be a file: if it has moved, specify its path with --text or --held-out"
-        in capfd.readouterr().err
+        f"the run's text {texts[0]} must be a regular file: if you moved the file, specify its new path with --text "
+        "or --held-out" in capfd.readouterr().err
     )
     assert resume(directory, "--text", moved[0], moved[2], "--held-out", *moved[2:], "--backend", "numpy") == 3
     assert "differ from the text with which this run started" in capfd.readouterr().err

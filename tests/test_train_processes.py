@@ -83,7 +83,8 @@ def killed(run, rank, count, directory):
     said = ended(run, found, directory)
     assert run.returncode == 3
     assert said.splitlines()[-1].startswith(
-        f"parity train: error: process {rank} of {count} failed, so the others were stopped: the process ended with "
+        f"parity train: error: process {rank} of {count} failed, so the other processes were stopped: the process "
+        "ended with "
         "exit code -9 (SIGKILL)"
     )
     assert "Traceback" not in said
@@ -158,7 +159,7 @@ def failed(directory, name, monkeypatch, function=None):
 def test_exception_in_one_process_ends_the_whole_run(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "fail_in_the_second")
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "parity train: error: process 1 of 2 failed, so the others were stopped: ZeroDivisionError: only here"
+        "parity train: error: process 1 of 2 failed, so the other processes were stopped: ZeroDivisionError: only here"
     )
 
 
@@ -166,7 +167,7 @@ def test_exception_in_one_process_ends_the_whole_run(name, tmp_path, monkeypatch
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_process_that_never_joins_is_reported_in_one_message(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "lack_the_second")
-    said = "process 1 of 2 did not join the others within 45 s, so all of them were stopped"
+    said = "process 1 of 2 did not join the other processes within 45 s, so all processes were stopped"
     assert capfd.readouterr().err.splitlines()[-1] == f"parity train: error: {said}"
     assert not (tmp_path / "run").exists()
 

@@ -90,7 +90,7 @@ REFUSED = {
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
     "no steps left": (
         ["--resume", "{finished}"],
-        "is the end of a run of 12 steps: to continue, specify more with --steps",
+        "is the end of a run of 12 steps: to continue, specify a higher number with --steps",
     ),
     "settings of a resumed run": (
         ["--resume", "{finished}", "--seed", "0", "--set", "d_ff=8"],
@@ -182,7 +182,7 @@ def test_second_run_in_a_directory_is_rejected_until_the_first_has_ended(go_on, 
             assert first.stdout.readline() == "locked\n"
             before = {path: path.read_bytes() for path in directory.iterdir()}
             assert start() == 3
-            assert f"another process is writing to {directory}" in capfd.readouterr().err
+            assert f"another process is training in {directory}" in capfd.readouterr().err
             assert {path: path.read_bytes() for path in directory.iterdir()} == before
         finally:
             first.kill()
@@ -222,17 +222,21 @@ def checkpoint(finished):
 
 TEXT = {"task": "text", "files": ["a", "b"], "held_out": None, "checksum": 0}
 SPOILT = {
-    "no plan": (["plan"], None, "it does not contain 'plan'"),
-    "no corpus": (["corpus"], None, "it does not contain 'corpus'"),
-    "no task": (["corpus", "task"], None, "it does not contain 'task'"),
-    "no seed": (["corpus", "seed"], None, "it does not contain 'seed'"),
-    "no checksum": (["corpus", "checksum"], None, "it does not contain 'checksum'"),
-    "no files": (["corpus"], {"task": "text"}, "it does not contain 'files'"),
-    "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it does not contain 'held_out'"),
-    "a list as corpus": (["corpus"], [1], "its corpus must be a JSON object: got list"),
+    "no plan": (["plan"], None, "the file does not contain 'plan'"),
+    "no corpus": (["corpus"], None, "the file does not contain 'corpus'"),
+    "no task": (["corpus", "task"], None, "the file does not contain 'task'"),
+    "no seed": (["corpus", "seed"], None, "the file does not contain 'seed'"),
+    "no checksum": (["corpus", "checksum"], None, "the file does not contain 'checksum'"),
+    "no files": (["corpus"], {"task": "text"}, "the file does not contain 'files'"),
+    "no held_out": (
+        ["corpus"],
+        {"task": "text", "files": ["a", "b"], "checksum": 0},
+        "the file does not contain 'held_out'",
+    ),
+    "a list as corpus": (["corpus"], [1], "the corpus must be a JSON object: got list"),
     "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
-    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must consist of two files: got ['a']"),
-    "numbers as files": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must consist of two files: got [1, 2]"),
+    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "the text must consist of two files: got ['a']"),
+    "numbers as files": (["corpus"], {**TEXT, "files": [1, 2]}, "the text must consist of two files: got [1, 2]"),
     "a seed as text": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
     "an unknown entry of the plan": (["plan", "depth"], 1, "unexpected keyword argument 'depth'"),
     "never saved": (["plan", "save_every"], 0, "save_every must be at least 1: got 0"),
@@ -242,7 +246,7 @@ SPOILT = {
     "time as text": (["seconds"], "1", "seconds must be a number: got '1'"),
     "no position": (["position"], [], "position must consist of an epoch and an index: got []"),
     "a number as position": (["position"], 1, "position must consist of an epoch and an index: got 1"),
-    "a position beyond the end": (["position"], [0, 10**9], "index must be below the"),
+    "a position beyond the end": (["position"], [0, 10**9], "index must be below"),
 }
 
 
@@ -274,7 +278,7 @@ def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, chec
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} must be a file" in capfd.readouterr().err
+    assert f"the run's text {other} must be a regular file" in capfd.readouterr().err
 
 
 def test_damaged_checkpoint_is_rejected_with_the_reason(finished, tmp_path, capfd):

@@ -169,7 +169,8 @@ def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
     assert said.splitlines() == [
-        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, but at most 6 "
+        f"parity translate: warning: the translation of line {number} is empty: the line has {length} tokens, but at "
+        "most 6 "
         "are supported"
         for number, length in ((2, 7), (4, 10))
     ]
@@ -180,7 +181,7 @@ def test_line_of_a_million_characters_is_left_empty_immediately(model, capfd):
     """The line is rejected even though the model's positional encodings have no maximum length."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
-    lengths = "it has 1,000,001 tokens, but at most 4,096 are supported"
+    lengths = "the line has 1,000,001 tokens, but at most 4,096 are supported"
     assert said == f"parity translate: warning: the translation of line 2 is empty: {lengths}\n"
     code, found, said = translated(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])

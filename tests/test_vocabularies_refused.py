@@ -89,11 +89,13 @@ def test_ids_outside_the_model_vocabulary_are_rejected(tmp_path, unigram):
         ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
     ):
         with pytest.raises(
-            ValueError, match=f"the {side} vocabulary must have at most the model's {has} IDs: got {size}"
+            ValueError, match=f"the {side} vocabulary must have at most {has} IDs, as many as the model: got {size}"
         ):
             read_vocabulary_directory(directory, "marian", fields)
     ours = read_vocabulary_directory(directory, "marian", {"vocab_size": size})
-    with pytest.raises(ValueError, match=f"the source vocabulary must have at most the model's 41 IDs: got {size}"):
+    with pytest.raises(
+        ValueError, match=f"the source vocabulary must have at most 41 IDs, as many as the model: got {size}"
+    ):
         build_vocabulary(
             VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
         )
@@ -127,7 +129,7 @@ def test_exponentially_growing_replacements_are_rejected(part):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
     setattr(tokenizer, part, component.Sequence([component.Replace("a", "aa")] * 40))
-    message = r"^tokenizer.json cannot be used: its replacements must lengthen a text by at most 64 times: got 1.1e\+12"
+    message = r"^tokenizer.json cannot be used: the replacements must lengthen a text by at most 64 times: got 1.1e\+12"
     with pytest.raises(ValueError, match=message):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": tokenizer.to_str().encode()}), tiny_config())
 

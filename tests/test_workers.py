@@ -105,8 +105,8 @@ def test_cases_can_be_given_directly(write):
 @pytest.mark.parametrize(
     ("forward", "problem"),
     [
-        ("sys.exit(4)", "it called sys.exit(4) at float64 full/padded"),
-        ("os._exit(5)", "the process ended with exit code 5 at float64 full/padded: it printed nothing"),
+        ("sys.exit(4)", "the port called sys.exit(4) at float64 full/padded"),
+        ("os._exit(5)", "the process ended with exit code 5 at float64 full/padded: the process printed nothing"),
         (
             "print('the last', end=''), os._exit(6)",
             "the process ended with exit code 6 at float64 full/padded: the last",
@@ -117,7 +117,7 @@ def test_cases_can_be_given_directly(write):
         ),
         (
             "os._exit(8) if os.fork() else time.sleep(600)",
-            "the process ended with exit code 8 at float64 full/padded: it printed nothing",
+            "the process ended with exit code 8 at float64 full/padded: the process printed nothing",
         ),
     ],
     ids=["sys.exit", "os._exit", "prints", "segfault", "forks"],
@@ -155,7 +155,7 @@ def test_exception_in_a_port_fails_each_case(write):
         ("import absent", "ValueError: port 'mine:Mine' cannot be imported: No module named 'absent' at importing"),
         ("1 / 0", "ZeroDivisionError: division by zero (mine.py, line 1) at importing"),
         ("so it goes", "SyntaxError: invalid syntax (mine.py, line 1) at importing"),
-        ("raise SystemExit", "it called sys.exit(None) at importing"),
+        ("raise SystemExit", "the port called sys.exit(None) at importing"),
     ],
 )
 def test_port_module_import_error_is_reported(head, problem, write):
@@ -202,7 +202,7 @@ def test_timeout_stops_only_the_silent_port(write):
 def test_port_that_never_returns_is_stopped_busy_or_idle(waits, write):
     started = time.monotonic()
     problem = only_problem(compare(write(f"while True: {waits}"), timeout=2.0))
-    assert problem == "no progress for 2 s at float64 full/padded: it printed nothing"
+    assert problem == "no progress for 2 s at float64 full/padded: the process printed nothing"
     assert time.monotonic() - started < 50.0
 
 
@@ -217,7 +217,7 @@ def test_port_that_answers_in_time_is_not_stopped(write):
 
 
 @pytest.mark.extended("timed processes")
-@pytest.mark.needs(hasattr(os, "sched_setaffinity"), "processes that are bound to one processor")
+@pytest.mark.needs(hasattr(os, "sched_setaffinity"), "processes bound to one CPU core")
 def test_port_waiting_for_a_cpu_is_not_stopped(write, tmp_path):
     one = {min(os.sched_getaffinity(0))}
     name = write("compute()")

@@ -161,7 +161,7 @@ class Plain(Port):
 SCALE = "at encoder.layers.0.self_attention.scores, all values are {} times the correct ones"
 NORM_FIRST = "exactly like the reference with this change: norm before the sum, in every sub-layer"
 LATER, PADDING = "a later target token changes earlier logits", "of source sentence 1 changes its logits"
-LENGTH, BATCH = "they depend on the length", "has different logits in a separate batch"
+LENGTH, BATCH = "the logits depend on the target length", "has different logits in a separate batch"
 RANDOM = "two calls on the same input differ"
 FLOAT32, NARROW = "a value is rounded to float32", "a value is rounded to lower precision than float32"
 SHOWN = "the output is correct; the port differs only in encoder.layers.0.self_attention.scores and 5 more taps"
@@ -370,7 +370,7 @@ def test_search_inconsistent_with_its_own_forward_is_reported(bugs):
 PLACES = r" in (the only such place|all \d+ such places)"
 FACTS = {
     "held tokens": rf"the token that `forward` prefers would repeat a token{PLACES}(;|$)",
-    "late ends": rf"`forward` would end the sentence{PLACES}, but the search ends none before token \d+$",
+    "late ends": rf"`forward` would end the sentence{PLACES}, but the search ends no sentence before token \d+$",
 }
 
 

@@ -49,19 +49,19 @@ QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 
 
 def add_options(parser):
-    parser.addoption("--all", action="store_true", help="also the tests marked as extended")
+    parser.addoption("--all", action="store_true", help="also run the tests marked as extended")
     parser.addoption("--shard", metavar="K/N", help="run only part K of N of the extended tests")
 
 
 def configure(config):
     """Read the options. Raise a usage error if --shard isn't K/N with K from 1 to N."""
-    config.addinivalue_line("markers", "extended(kind, backend, ...): left out unless --all is given")
+    config.addinivalue_line("markers", "extended(kind, backend, ...): deselected unless --all or --shard is given")
     config.shard = None
     if (asked := config.getoption("--shard")) is not None:
         shard = re.fullmatch(r"(\d+)/(\d+)", asked)
         config.shard = tuple(map(int, shard.groups())) if shard else (0, 0)
         if not 1 <= config.shard[0] <= config.shard[1]:
-            raise pytest.UsageError(f"--shard takes K/N, with K from 1 to N: got {asked}")
+            raise pytest.UsageError(f"--shard must be K/N, with K from 1 to N: got {asked}")
     config.left_out, config.peaks = Counter(), []
 
 
@@ -169,7 +169,7 @@ def summary(left_out) -> list[str]:
     """Return a line about the tests that weren't selected, or no lines if all tests were selected."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
     number = sum(left_out.values())
-    return [f"NOT TESTED: {number} extended tests, which --all runs; of each kind: {kinds}"] * bool(left_out)
+    return [f"NOT TESTED: {number} extended tests (use --all): {kinds}"] * bool(left_out)
 
 
 def forget():

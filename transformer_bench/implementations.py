@@ -288,7 +288,7 @@ class DecodeMarian(Other):
         if key not in self._scores:
             again = self._run(output_logits=True)  # type: ignore[call-arg]
             if not again.sequences[:, 1:].equal(ids):
-                raise RuntimeError("the second run generated different tokens")
+                raise RuntimeError("the second run generated different tokens than the first run")
             steps = zip(again.logits, ids.T, strict=True)
             chosen = [logits.log_softmax(-1).gather(1, tokens[:, None]) for logits, tokens in steps]  # [B, 1] each
             self._scores[key] = sum(chosen).numpy()

@@ -179,7 +179,9 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
         elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
             names[operation[1]] += event.duration_ns / 1e9
     if sum(names.values()) > 1.02 * whole:
-        raise ValueError(f"the parts take {sum(names.values()):.2f} s, but the whole only {whole:.2f} s: parts overlap")
+        raise ValueError(
+            f"the parts take {sum(names.values()):.2f} s, but the whole call takes only {whole:.2f} s: parts overlap"
+        )
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 

@@ -64,7 +64,9 @@ class Implementation:
 
     def show(self) -> Any:
         """Rerun the workload and return every step. Called if the result isn't sufficient to explain a difference."""
-        raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
+        raise NotImplementedError(
+            f"{self.name} does not report the steps of its search, so a difference cannot be explained"
+        )
 
 
 Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result and a function that shows steps; returns near-ties

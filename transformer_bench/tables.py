@@ -163,8 +163,8 @@ def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
     console.print(f"MiB of float32 per device in a {work.title} (computed from the plan)", style="bold")
     console.print(rows)
     console.print(
-        "sends: with ring algorithms along each axis, excluding the loss and the gradient norm. activations: only the "
-        "operands of all matmuls, which the backward pass requires; this is a lower bound."
+        "sends: the bytes that ring algorithms send along each axis, excluding the loss and the gradient norm. "
+        "activations: a lower bound that includes only the operands of all matmuls, which the backward pass requires."
     )
 
 

@@ -180,4 +180,6 @@ def _by_the_first(action: Callable[[], None]) -> None:
     if jax.process_count() > 1:
         kind = int(broadcast_one_to_all(np.array(kind)))
     if kind >= 0:
-        raise failed or ERRORS[kind]("the first process cannot write the directory: its error message gives the reason")
+        raise failed or ERRORS[kind](
+            "the first process cannot write the directory: the error message of that process gives the reason"
+        )

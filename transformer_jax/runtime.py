@@ -95,7 +95,7 @@ def to_rngs(rngs: Any) -> nnx.Rngs:
         TypeError: If the argument has a different type.
     """
     if not isinstance(rngs, nnx.Rngs | Array | int | np.integer) or isinstance(rngs, bool):
-        raise TypeError(f"rngs must be an nnx.Rngs, a key or a seed: got {type(rngs).__name__}")
+        raise TypeError(f"rngs must be an nnx.Rngs, a key, or a seed: got {type(rngs).__name__}")
     if isinstance(rngs, nnx.Rngs):
         return rngs
     return nnx.Rngs(rngs if isinstance(rngs, Array) else int(rngs))

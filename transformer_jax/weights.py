@@ -86,7 +86,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         if not is_adapter and type(layer).__call__ not in OWN_LAYERS:
             raise ValueError(
                 f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
-                "the layer that it replaced, and restore that layer"
+                "the original layer, and put the original layer back"
             )
         named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
     for name in parameter_shapes(model.config, model.part):

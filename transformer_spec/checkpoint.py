@@ -145,7 +145,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
         ValueError: If no files are given, a file is invalid, or the files differ in config, tensor names, or dtypes.
     """
     if not paths:
-        raise ValueError("an average requires at least one file: got none")
+        raise ValueError("averaging weights requires at least one file: got none")
     config, first = load_weights(paths[0])
     total = {name: array.astype(np.float64) for name, array in first.items()}
     for path in paths[1:]:
@@ -153,7 +153,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
         if other_config != config:
             fields, others = config.to_dict(), other_config.to_dict()
             different = ", ".join(name for name in fields if fields[name] != others[name])
-            raise ValueError(f"{path} and {paths[0]} must have the same config: they differ in {different}")
+            raise ValueError(f"{path} and {paths[0]} must have the same config: the configs differ in {different}")
         problems = [f"missing {name}" for name in first if name not in weights]
         problems += [f"unexpected {name}" for name in weights if name not in first]
         if problems:  # for example, if one file contains an encoder and another file contains a decoder
@@ -174,10 +174,10 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
         ValueError: If the file contains no training run, or a field is missing, unknown, or invalid.
     """
     if "training" not in description:
-        raise ValueError("it contains weights but no training state")
+        raise ValueError("the file contains weights but no training state")
     training = description["training"]
     if not isinstance(training, dict):
-        raise TypeError(f"its training state must be an object with named fields: got {type(training).__name__}")
+        raise TypeError(f"the training state must be an object with named fields: got {type(training).__name__}")
     check_fields("fields of the training state", training, TRAINING_FIELDS)
     check_integer("step", training["step"], minimum=0)
     check_integer("seed", training["seed"], minimum=0)

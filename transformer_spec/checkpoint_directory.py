@@ -87,7 +87,7 @@ def begin_directory(
         OSError: If the directory can't be written.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} exists already")
+        raise FileExistsError(f"{directory} already exists: choose a different directory")
     partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left this directory
     partial.mkdir()

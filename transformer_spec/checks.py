@@ -201,21 +201,27 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
     """
     _check_shape("target_ids", shape, room[:1])
     if length is not None and length == room[3]:
-        raise ValueError(f"the cache must have capacity for the next target position: all {length} are in use")
+        raise ValueError(
+            f"the cache must have capacity for the next target position: all {length} positions are in use"
+        )
 
 
 def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
     """Raise a ValueError unless a cache has capacity for ``more`` positions. None means that a size is unknown."""
     if None not in (length, more, capacity) and length + more > capacity:
-        raise ValueError(f"a cache of {capacity} positions must have capacity for {more} more: {length} are in use")
+        raise ValueError(
+            f"the cache must have capacity for {length + more} positions ({length} are in use): got {capacity}"
+        )
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
     """Raise a ValueError unless the caller passes a memory, and source IDs or a mask to mark the memory's padding."""
     if memory is None:
-        raise ValueError("memory must be given: a Decoder has no encoder")
+        raise ValueError("a Decoder requires memory because it has no encoder: got None")
     if source_ids is None and source_mask is None:
-        raise ValueError("source_ids or source_mask must be given, to mark the padding of the memory: got neither")
+        raise ValueError(
+            "source_ids or source_mask must be given, because they specify the padding of the memory: got neither"
+        )
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:

@@ -206,7 +206,7 @@ class TransformerConfig:
         if self.skip_first_self_attention and self.num_decoder_layers == 1:
             raise ValueError(
                 "skip_first_self_attention requires num_decoder_layers to be at least 2: with one layer, no target "
-                "position could attend to earlier ones"
+                "position could attend to earlier positions"
             )
         if self.layer_norm_kind == "annotated" and self.d_model < 2:
             raise ValueError(f"layer_norm_kind='annotated' requires d_model to be at least 2: got {self.d_model}")

@@ -205,7 +205,7 @@ def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str,
         return {}
     if isinstance(vocabulary, VocabularyFiles):
         if not vocabulary.kind.isidentifier() or not vocabulary.files:
-            raise ValueError(f"vocabulary must have files and an identifier as its kind: got {vocabulary.kind!r}")
+            raise ValueError(f"vocabulary must have files, and its kind must be an identifier: got {vocabulary.kind!r}")
         named = {f"{VOCABULARY}.{vocabulary.kind}.{name}": content for name, content in vocabulary.files.items()}
     else:
         named = {VOCABULARY: vocabulary}
@@ -245,7 +245,7 @@ def check_plain(name: str, values: Mapping[Any, Any]) -> None:
             returns = False
         if not returns:
             needed = "dicts with string keys, lists, strings, finite numbers, True, False, and None"
-            raise ValueError(f"{name}[{key!r}] must be made of {needed}")
+            raise ValueError(f"{name}[{key!r}] must contain only {needed}")
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
@@ -302,7 +302,7 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
     """
     if Path(path).is_dir():
         held = sorted(file.name for file in Path(path).glob("*.safetensors"))
-        instead = f"it contains {', '.join(held)}" if held else "`parity import` converts a checkpoint directory"
+        instead = f"it contains {', '.join(held)}" if held else "to convert a checkpoint directory, use `parity import`"
         raise IsADirectoryError(f"{path} is a directory, not a {kind}: {instead}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
@@ -351,7 +351,7 @@ def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | 
         return contents[VOCABULARY]
     kinds = {name.split(".")[1] for name in names if name.count(".") > 1}
     if len(kinds) != 1 or VOCABULARY in names:
-        raise ValueError(f"it must contain one vocabulary: got {', '.join(sorted(names))}")
+        raise ValueError(f"the file must contain only one vocabulary: got {', '.join(sorted(names))}")
     (kind,) = kinds
     return VocabularyFiles(kind, {name.removeprefix(f"{VOCABULARY}.{kind}."): contents[name] for name in sorted(names)})
 
@@ -388,13 +388,13 @@ def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> 
 
 def _read_description(text: str | None) -> dict[str, Any]:
     if text is None:
-        raise ValueError(f"its metadata has no entry {METADATA_KEY!r}")
+        raise ValueError(f"the metadata must contain the entry {METADATA_KEY!r}: got no such entry")
     content = json.loads(text)
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
     if not isinstance(content.get("sha256"), dict):
-        raise ValueError("its metadata must have an object 'sha256' with the checksum of each tensor")
+        raise ValueError("the metadata must contain an object 'sha256' with the checksum of each tensor")
     if unknown := sorted(set(content) - {"version", "config", "part", "training", "sha256", *NOTES}):
-        raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
+        raise ValueError(f"the metadata contains unknown entries: {', '.join(unknown)}")
     return content

@@ -114,7 +114,7 @@ def check_weights(
     check_type("config", config, TransformerConfig)
     if not isinstance(weights, Mapping):
         got = type(weights).__name__
-        raise TypeError(f"{what} must be a mapping of names to arrays, as export_weights() returns it: got {got}")
+        raise TypeError(f"{what} must be a mapping of names to arrays, as returned by export_weights(): got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
     if layers > len(weights):  # fail before listing the names, which could take too long for a corrupt config
         raise ValueError(f"{what} contain {len(weights)} tensors, too few for the config's {layers} layers")

@@ -189,9 +189,9 @@ class Search:
         if self.prefix_ids is not None and self.rules.forced_ids:
             raise ValueError("at most one of prefix_ids and the rules' forced_ids may be given: got both")
         if self.seed is not None and self.beam_size is not None:
-            raise ValueError(f"sampling does not use a beam: got seed {self.seed} and beam_size {self.beam_size}")
+            raise ValueError(f"sampling does not use a beam: remove seed={self.seed} or beam_size={self.beam_size}")
         if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ValueError("temperature, top_k, and top_p require sampling: got no seed")
+            raise ValueError("temperature, top_k, and top_p apply only to sampling: set a seed to enable sampling")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
@@ -236,7 +236,7 @@ class Search:
         for name, most in LARGEST.items():
             value = getattr(found if name in known else found.rules, name)
             if value is not None and value > most:
-                raise ValueError(f"{name} of a search in a file must be at most {most:,}: got {value:,}")
+                raise ValueError(f"{name} in the search settings of a file must be at most {most:,}: got {value:,}")
         return found
 
     def run(self, package: Any, model: Any, source_ids: Any, on_step: OnStep | None = None) -> SearchResult:
@@ -312,7 +312,7 @@ class Search:
         name = "forced_ids" if self.prefix_ids is None else "prefix_ids"
         rows = (self.rules.forced_ids,) * len(limits) if self.prefix_ids is None else self.prefix_ids
         if len(rows) != len(limits):
-            raise ValueError(f"prefix_ids must have one row per sequence: got {len(rows)} and {len(limits)} sequences")
+            raise ValueError(f"prefix_ids must have one row per sequence: got {len(rows)} for {len(limits)} sequences")
         prefix = np.full([len(limits), limits.max()], config.pad_id)
         for row, (tokens, limit) in enumerate(zip(rows, limits.tolist(), strict=True)):
             tokens = tokens[: max((n for n, token in enumerate(tokens, 1) if token != config.pad_id), default=0)]
@@ -394,6 +394,6 @@ def search_result(
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():
         sentence = int(np.flatnonzero(~np.isfinite(best))[0])
-        raise ValueError(f"a hypothesis must have a finite score: the best of sequence {sentence} has {best[sentence]}")
+        raise ValueError(f"the best score of each sequence must be finite: got {best[sentence]} in row {sentence}")
     length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # padding occurs only at the end
     return SearchResult(nbest_ids[:, :, :length], nbest_scores)

@@ -142,7 +142,7 @@ class SearchRules:
         if not isinstance(fields, Mapping):
             raise TypeError(f"rules must be a mapping of field names to values: got {type(fields).__name__}")
         known = [entry.name for entry in dataclasses.fields(cls)]
-        check_fields("rules of a search", fields, [name for name in known if name in fields])
+        check_fields("search rules", fields, [name for name in known if name in fields])
         return cls(**fields)
 
 

@@ -40,7 +40,8 @@ def checked(tap: Tap) -> Tap:
         if len(getattr(used, "shape", ())) != len(value.shape):
             got = type(used).__name__
             raise TypeError(
-                f"the tap must return {name} or an array with as many axes: got {got}; end it with `return value`"
+                f"the tap must return the value of {name}, or an array with the same number of axes: got {got}; end "
+                "the tap with `return value`"
             )
         return used
 
@@ -101,13 +102,13 @@ class Recorder(dict[str, Any]):
         used = self.replace.get(name, value)
         if not self.patterns or any(pattern.fullmatch(name) for pattern in self.patterns):
             if name in self:
-                raise ValueError(f"tap {name} fired twice: use a new Recorder for each call")
+                raise ValueError(f"tap {name} was recorded twice: use a new Recorder for each call of the model")
             self[name] = value if self.keep_computed else used
         return used
 
     def __missing__(self, name: str) -> Any:
         similar = get_close_matches(str(name), self, cutoff=0.8) or [*self][:3]
-        raise KeyError(f"{name} is not among the {len(self)} stored values" + f": {', '.join(similar)}" * bool(self))
+        raise KeyError(f"{name} is not one of the {len(self)} recorded taps" + f": {', '.join(similar)}" * bool(self))
 
 
 def _as_regular_expression(pattern: str) -> str:

@@ -51,7 +51,10 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
     if mask is None:
         return attention_mask
     if len(mask.shape) != 2:
-        raise ValueError(f"mask must have shape [batch, length]: got {tuple(mask.shape)}. Pass it as attention_mask")
+        raise ValueError(
+            f"mask must have shape [batch, length]: got {tuple(mask.shape)}; pass masks of other shapes as "
+            "attention_mask"
+        )
     if attention_mask is None:
         return mask[:, None, None, :]
     check_attention_mask(

@@ -40,7 +40,10 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     device = to_device(device)
     if os.environ.get("TF_CONFIG"):
         mesh = _joined()
-        plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG must list all workers, which use their GPUs or CPU")
+        plan.check_devices(
+            mesh.num_replicas_in_sync,
+            "TF_CONFIG must list all workers; each worker uses all of its GPUs, or its CPU if it has no GPU",
+        )
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
     kind = device[1:4] if device else "GPU" if gpus else "CPU"
@@ -183,7 +186,9 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
     if failed is not None:
         raise failed
     if float(mesh.experimental_local_results(problems)[0]):
-        raise OSError("the first process cannot write the directory: its error message gives the reason")
+        raise OSError(
+            "the first process cannot write the directory: the error message of that process gives the reason"
+        )
 
 
 def _joined():
@@ -197,7 +202,7 @@ def _joined():
     try:
         return _multi_worker()
     except tf.errors.UnknownError as error:
-        raise RuntimeError(f"TF_CONFIG: this worker cannot listen at its address: {error}") from error
+        raise RuntimeError(f"this worker cannot listen on its address in TF_CONFIG: {error}") from error
 
 
 # Two strategies on the same devices would mix up their collectives, so each strategy is created only once.

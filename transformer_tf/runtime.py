@@ -114,7 +114,10 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
         kind = type(ids).__name__
         raise TypeError(f"{name} must be padded: got a {kind}; convert it with {name}.to_tensor(config.pad_id)")
     if keras.backend.is_keras_tensor(ids):
-        raise TypeError(f"{name} must have values: got a keras.Input; call the model itself, an Encoder or a Decoder")
+        raise TypeError(
+            f"{name} must contain values: got a keras.Input, which is supported only when you call a Transformer, "
+            "Encoder, or Decoder"
+        )
     if tf.is_tensor(ids):
         ids = tf.convert_to_tensor(ids)  # the IDs may be a variable
         on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # traced tensors have no device

@@ -71,7 +71,7 @@ def cross_entropy(
     """
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
-        raise TypeError(f"labels must be integers: got {got}. To compile a model, use loss=CrossEntropy(model.config)")
+        raise TypeError(f"labels must be integers: got {got}; to compile a model, use loss=CrossEntropy(model.config)")
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(tuple(logits.shape), tuple(labels.shape), config.target_vocab_size)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
@@ -204,7 +204,9 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
-            raise ValueError("compile=True requires a single device: got a mesh, whose sums XLA cannot compile")
+            raise ValueError(
+                "compile=True does not support a mesh, whose sums XLA cannot compile: remove compile or mesh"
+            )
         self.has_checked_batches = False
         self._compile = compile
         layers = model._flatten_layers()  # Keras' public ``layers`` aren't recursive
@@ -221,7 +223,7 @@ class Trainer:
     def __reduce__(self) -> NoReturn:
         """Raise a TypeError, because a copied optimizer would not update the variables of a copied model."""
         raise TypeError(
-            "a Trainer cannot be copied: create one for a copy of the model, and call load_state(export_state())"
+            "a Trainer cannot be copied: create one for a copy of the model, and load this Trainer's export_state()"
         )
 
     def start(self, names: Iterable[str]) -> None:

@@ -141,7 +141,7 @@ class BatchShard:
             yield from zip(*(ids.chunk(count) for ids in batch), strict=True)
             return
         if self.trained != [p.requires_grad for p in self.module.parameters()]:
-            raise ValueError("the frozen parameters of a sharded model must not change: create a new Trainer")
+            raise ValueError("the set of frozen parameters of a sharded model must not change: create a new Trainer")
         if not self.has_checked_batches:
             self.check_same("batch", [ids.tolist() for ids in batch])
             self.has_checked_batches = True
@@ -200,7 +200,7 @@ def _join(kind):
         store.set(f"process {rank}", "")
         store.wait([f"process {each}" for each in range(size)], JOINING)
     except dist.DistError as error:
-        what = f"not all {os.environ['WORLD_SIZE']} processes have joined in {JOINING.total_seconds():g} s"
+        what = f"not all {os.environ['WORLD_SIZE']} processes joined within {JOINING.total_seconds():g} s"
         raise RuntimeError(f"{what}: {str(error).splitlines()[0]}") from error
     store.set_timeout(dist.default_pg_timeout)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
@@ -209,7 +209,7 @@ def _join(kind):
 def _check(model, mesh):
     """Check that a mesh can divide a model. Return the plan and the ID of the padding token."""
     if not isinstance(model, Transformer) or is_divided(model):
-        raise ValueError(f"the model must not already be wrapped or divided: got {type(model).__name__}")
+        raise ValueError(f"the model must not already be wrapped or sharded: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
     plan = plan_of(mesh, model.config)

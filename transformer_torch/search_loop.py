@@ -34,7 +34,9 @@ def run_search(
     if model._compiled_call_impl is not None:
         warnings.warn("searches ignore model.compile(): pass torch.compile(model) instead", stacklevel=3)
     if is_divided(model):
-        raise ValueError("the model must not be sharded over a mesh: search with a copy from its export_weights()")
+        raise ValueError(
+            "the model must not be sharded over a mesh: to search, load its export_weights() into a model on one device"
+        )
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())
     device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too imprecise for sums

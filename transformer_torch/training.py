@@ -302,7 +302,9 @@ class Trainer:
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if lost := [name for name, p in trained.items() if p not in known]:
-            raise ValueError(f"the optimizer must have all trainable parameters: create a new Trainer for {some(lost)}")
+            raise ValueError(
+                f"the optimizer must contain all trainable parameters: missing {some(lost)}; create a new Trainer"
+            )
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
         for part in self.shard.micro_batches(batch, settings.accumulation_steps):

@@ -180,7 +180,9 @@ class Decoder(Part):
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
         position = getattr(self.target_position, "_orig_mod", self.target_position)  # unwrap torch.compile
         if not isinstance(position, SinusoidalPosition | LearnedPosition):
-            raise ValueError(f"target_position must add one vector per position: got {type(position).__name__}")
+            raise ValueError(
+                f"target_position must be a module that adds one vector per position: got {type(position).__name__}"
+            )
         positions = self.target_position(memory.new_zeros(1, capacity, memory.shape[2]))[0]  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 

@@ -96,7 +96,9 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
     output = None if model.part == "encoder" else _layer(model, "output_proj")
     if isinstance(output, TiedProjection) and output.embedding not in model.modules():
-        raise ValueError("output_proj must be tied to target_embedding: got one that is tied to a different embedding")
+        raise ValueError(
+            "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding"
+        )
 
 
 def _layer(model, path):

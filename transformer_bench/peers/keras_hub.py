@@ -197,7 +197,7 @@ def _put(model, weights):
             variables = {variable.path.partition("/")[2]: variable for variable in layer.trainable_variables}
             if variables.keys() != of_layer.keys():
                 raise RuntimeError(
-                    f"this release of Keras hub has different weights: {variables.keys() ^ of_layer.keys()}"
+                    f"this release of Keras hub has missing or unexpected weights: {variables.keys() ^ of_layer.keys()}"
                 )
             for path, variable in variables.items():
                 variable.assign(np.reshape(of_layer[path], variable.shape))

@@ -151,7 +151,9 @@ def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtyp
         {name: torch.from_numpy(array.copy()) for name, array in state.items()}, strict=False
     )
     if unexpected or not all(name.endswith("embed_positions.weight") for name in missing):
-        raise RuntimeError(f"this release of transformers has different weights: {[*missing, *unexpected][:3]}")
+        raise RuntimeError(
+            f"this release of transformers has missing or unexpected weights: {[*missing, *unexpected][:3]}"
+        )
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # the padding token is also BOS, so its embedding must be trained

@@ -94,7 +94,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--preset",
         action=one_or_more(PRESETS),
         metavar="NAME[,NAME]",
-        help="compare only these presets; `parity info` lists them",
+        help="compare only these presets; `parity info` lists all presets (default: all)",
     )
     parser.add_argument(
         "--stage",

@@ -225,7 +225,10 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load:
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
         table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    said = "Switches are shown as each framework sets them on import. `parity check` sets them to match --precision."
+    said = (
+        "Precision settings are shown as each framework sets them on import. `parity check` changes these settings to "
+        "match --precision."
+    )
     console.print(said, style="dim")
     for line in slow(backends, load):
         console.print(f"NOTE      {line}", soft_wrap=True)

@@ -66,7 +66,7 @@ RESULTS = {
     "bench": ("--json", "--plot"),
 }
 DESCRIPTION = """\
-Check that a Transformer computes what "Attention Is All You Need" defines.
+Check that a Transformer implements the model defined in "Attention Is All You Need".
 
 The NumPy implementation is the reference. `parity` runs a port of it (the PyTorch,
 JAX, or TensorFlow package, or your own model) on the same weights and inputs, and
@@ -75,12 +75,12 @@ decoded token. If any of them differ, `parity` shows the first wrong block.
 
 start here:
   parity translate --text "Freitag, 3. Mai 2024"   translate a date with the included model
-  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every value behind that translation
+  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every intermediate value of that translation
   parity source MultiHeadAttention                 compare the same class in all four packages
   parity check                                     check that the packages agree (requires their frameworks)
   parity init-port --framework torch               start a port of your own model
 
-The first three require only NumPy. `parity info` lists the installed frameworks and shows how to install the others.
+The first three commands require only NumPy. `parity info` lists the frameworks and shows how to install them.
 """
 EPILOG = """Run `parity COMMAND --help` for the options, examples, and exit codes of a command.
 Exit code 3 always means that a command did nothing or did not finish, for example because of a usage error.

@@ -109,7 +109,8 @@ FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
 NUMPY_ALONE = (
     "These commands require only NumPy:",
     '  parity translate --text "Freitag, 3. Mai 2024"   translate a date with the included model',
-    '  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every value behind that translation',
+    '  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every intermediate value of that '
+    "translation",
     "  parity source MultiHeadAttention                 compare the same class in all four packages",
 )
 

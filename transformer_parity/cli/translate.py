@@ -272,7 +272,7 @@ class _TranslationLog:
             self.advance(backend, 1)
         if line.is_too_long:
             self.left_empty += 1
-            lengths = f"it has {len(line.ids):,} tokens, but at most {line.most:,} are supported"
+            lengths = f"the line has {len(line.ids):,} tokens, but at most {line.most:,} are supported"
             self.say(f"{COMMAND}: warning: the translation of line {line.number} is empty: {lengths}")
 
 

@@ -95,4 +95,4 @@ def write(figure: Figure, path: Path) -> None:
     with replacing(path) as temporary:
         temporary.write_bytes(picture.getvalue())
     if any("missing from font" in str(warning.message) for warning in caught):
-        print("note: the font doesn't contain some of the characters; they are shown as boxes", file=sys.stderr)
+        print("note: the font does not contain some of the characters, which are shown as boxes", file=sys.stderr)

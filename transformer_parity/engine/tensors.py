@@ -112,7 +112,7 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
     if extra := [name for name in actual if name not in expected]:
         return f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
     first = next(i for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)) if ours != theirs)
-    return f"the order is wrong: got {actual[first]} instead of {expected[first]}"
+    return f"the names must be in the expected order: got {actual[first]} instead of {expected[first]}"
 
 
 def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:

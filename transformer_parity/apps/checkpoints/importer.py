@@ -92,11 +92,14 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
         imported = module_of(name).read(path, options)
         check_search(imported.search, imported.config)
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise ValueError(f"{path} cannot be imported as {name}: it must be {FORMATS[name][1]}") from error
+        raise ValueError(f"{path} must be {FORMATS[name][1]} to be imported as {name}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
     if imported.vocabulary is None and name in FILES_OF_VOCABULARY:
-        note = f"no vocabulary: to translate text, pass its files, such as --vocab {FILES_OF_VOCABULARY[name]}"
+        note = (
+            "the checkpoint contains no vocabulary: to translate text, pass vocabulary files, such as --vocab "
+            f"{FILES_OF_VOCABULARY[name]}"
+        )
         imported = dataclasses.replace(imported, notes=(*imported.notes, note))
     return imported
 

@@ -89,7 +89,7 @@ def take(
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
-        raise ValueError(f"the table of names has no entry for {some(unnamed)}")
+        raise ValueError(f"the table of names must contain an entry for {some(unnamed)}")
     problems = []
     for name, shape in shapes.items():
         _, foreign, form = rows[name]

@@ -130,7 +130,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
         return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
     if imported.origin.format != "hf":
-        return [Agreement(name, "float64", None, 0.0, "it does not support this format")]
+        return [Agreement(name, "float64", None, 0.0, "transformers does not support this format")]
     import torch
     from transformers import AutoModelForSeq2SeqLM
 

@@ -180,7 +180,10 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
     """Return a note that lists the config values from the user, which cannot be verified by comparing backends."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
-    return (f"not in the file, so your values are used: {own}. Comparing backends does not detect a wrong value",)
+    return (
+        f"the file does not specify these settings, so your values are used: {own}. The comparison of the backends "
+        "does not detect a wrong value",
+    )
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:

@@ -17,9 +17,9 @@ from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
 TIED = {
-    "none": "nothing: source embedding, target embedding and output projection are separate",
+    "none": "nothing: source embedding, target embedding, and output projection are separate",
     "target_output": "target embedding and output projection; the source embedding is separate",
-    "all": "source embedding, target embedding and output projection",
+    "all": "source embedding, target embedding, and output projection",
 }
 MOST_LANGUAGES = 8  # maximum number of languages to list in the table
 

@@ -29,20 +29,21 @@ def seen(path: Path) -> tuple[str | None, str]:
             f"the directory contains neither {CONFIG} nor model.bin; if the checkpoint is a single file, pass its path"
         )
     if has(path.parent, CONFIG):
-        return None, f"its directory contains {CONFIG}, so pass the directory: {path.parent}"
+        return None, f"the directory of this file contains {CONFIG}, so pass the directory: {path.parent}"
     try:
         if path.suffix == ".safetensors":
             names = tensors.names(path)
             if _is_ours(path):
                 return None, (
-                    "it is already a weight file of this project; use it with `parity translate` or `parity export`"
+                    "the file is already a weight file of this project; use it with `parity translate` or `parity "
+                    "export`"
                 )
             return _seen_in({"": names})
         content = pickles.read(path)
     except ValueError as error:
         return None, f"{error}; {LISTED}"
     if not isinstance(content, dict):
-        return None, f"it must contain named tensors: got {type(content).__name__}; {LISTED}"
+        return None, f"the file must contain named tensors: got {type(content).__name__}; {LISTED}"
     inside = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)}
     return _seen_in({"": content, **inside})
 
@@ -61,12 +62,12 @@ def _seen_in(states: dict[str, Iterable[str]]) -> tuple[str | None, str]:
         names = [name for name in held if isinstance(name, str)]
         if any(f".{name}".endswith(f".{torch_nn.FIRST}") for name in names):
             where = f', with state = "{key}" under [file]' if key else ""
-            return "torch", f"its tensors belong to torch.nn.Transformer: add --as torch --names FILE{where}"
+            return "torch", f"the tensors belong to torch.nn.Transformer: add --as torch --names FILE{where}"
         if any(name.endswith("encoder.layers.0.fc1.weight") for name in names):
             return None, (
-                "its tensors belong to fairseq or Hugging Face, but the settings are missing: pass the checkpoint that "
+                "the tensors belong to fairseq or Hugging Face, but the settings are missing: pass the checkpoint that "
                 "fairseq-train wrote, or the directory that save_pretrained wrote"
             )
     names = [str(name) for name in states[""]]
     more = ", ..." if len(names) > SHOWN else ""
-    return None, f"it contains {', '.join(names[:SHOWN]) or 'no tensors'}{more}; {LISTED}"
+    return None, f"the file contains {', '.join(names[:SHOWN]) or 'no tensors'}{more}; {LISTED}"

@@ -49,7 +49,7 @@ def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[in
     """Check the datasets in a group and its subgroups, and add them to ``found`` without reading their content."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen:
-        raise ValueError(f"groups must have only one path: got a second one, {prefix}")
+        raise ValueError(f"groups must have only one path: got a second path, {prefix}")
     seen.add(address)
     if prefix.count("/") > DEEPEST:
         raise ValueError(f"groups must be nested at most {DEEPEST} levels deep: got {prefix}")

@@ -215,11 +215,11 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
                 raise ValueError(f"the file must contain the member {name}: got no such member")
             needed, size = count * np.dtype(dtype).itemsize, members[name].file_size
             if needed > size:
-                raise ValueError(f"{name} must have at least {needed:,} bytes: got {size:,}; it is truncated")
+                raise ValueError(f"{name} must have at least {needed:,} bytes: got {size:,}; the file is truncated")
             return Storage(path, dtype, count, start(name))
 
         if (order := f"{directory}/byteorder") in members and content(order, 16) != b"little":
-            raise ValueError(f"{path.name} must be little-endian: got a file of a big-endian machine")
+            raise ValueError(f"{path.name} must be little-endian: got a file that was written on a big-endian machine")
         pickled = content(pickles[0], MOST_PICKLED)
         _end(pickled, path)
         return _unpickled(pickled, path, numbers, also)
@@ -262,7 +262,7 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
     if version != LEGACY_VERSION or not (isinstance(machine, dict) and machine.get("little_endian") is True):
         raise ValueError(f"{path.name} must have version {LEGACY_VERSION} and be little-endian: got a different format")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(promised):
-        raise ValueError(f"{path.name} is damaged: its list of storages does not match the storages of its tensors")
+        raise ValueError(f"{path.name} is damaged: the list of storages does not match the storages of the tensors")
     begin, size, places = ends[-1], path.stat().st_size, {}
     for key in keys:
         dtype, count = promised[key]
@@ -295,11 +295,11 @@ def _end(content: bytes, path: Path) -> int:
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
             given: Any = argument
             if name not in INSTRUCTIONS:
-                raise ValueError(f"its pickle must not contain the opcode {name}")
+                raise ValueError(f"the pickle must not contain the opcode {name}")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
                 if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
-                    raise ValueError(f"memo indices of its pickle must be at most {puts + 256:,}: got {place:,}")
+                    raise ValueError(f"memo indices of the pickle must be at most {puts + 256:,}: got {place:,}")
                 memo[place] = stack[-1]
             elif name == "MARK":
                 marks.append(len(stack))
@@ -320,15 +320,15 @@ def _end(content: bytes, path: Path) -> int:
                 stack += [(depth, held)] * len(leaves)
                 if below < 0 or depth > DEEPEST:
                     raise ValueError(
-                        f"its pickle must not use an empty stack or nest tuples more than {DEEPEST} levels deep"
+                        f"the pickle must not use an empty stack or nest tuples more than {DEEPEST} levels deep"
                     )
             if spent > MOST_IN_TUPLES:
-                raise ValueError(f"tuples of its pickle must contain at most {MOST_IN_TUPLES:,} values: got more")
+                raise ValueError(f"tuples of the pickle must contain at most {MOST_IN_TUPLES:,} values: got more")
             if name == "STOP":
                 return int(at or 0) + 1
     except (ValueError, LookupError) as error:
-        raise ValueError(f"{path.name} is not a valid file of torch.save: {error}") from error
-    raise ValueError(f"{path.name} is not a valid file of torch.save: its pickle is truncated")
+        raise ValueError(f"{path.name} is not a valid torch.save file: {error}") from error
+    raise ValueError(f"{path.name} is not a valid torch.save file: the pickle is truncated")
 
 
 def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any:
@@ -338,7 +338,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
         sizes = (offset, *shape, *strides)
         sound = isinstance(storage, Storage) and isinstance(shape, tuple) and isinstance(strides, tuple)
         if not sound or len(shape) != len(strides) or any(type(one) is not int or one < 0 for one in sizes):
-            raise ValueError("it contains a tensor with invalid metadata")
+            raise ValueError("the file contains a tensor with invalid metadata")
         if offset + _span(shape, strides) > storage.length or math.prod(shape) > storage.length:
             raise ValueError(f"a tensor of shape {list(shape)} must fit its storage: got {storage.length:,} elements")
         return Tensor(storage, offset, shape, strides)
@@ -355,14 +355,14 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
         def find_class(self, module: str, name: str) -> Any:
             if f"{module}.{name}" not in known:
                 raise ValueError(
-                    f"its pickle refers to {module}.{name}, which would run code: save only model.state_dict()"
+                    f"the pickle refers to {module}.{name}, which would run code: save only model.state_dict()"
                 )
             return known[f"{module}.{name}"]
 
         def persistent_load(self, pid: Any) -> Storage:
             kind, dtype, key, _, count, *view = pid
             if kind != "storage" or type(dtype) is not _StorageType or type(key) is not str or view not in ([], [None]):
-                raise ValueError("it contains a storage with invalid metadata")
+                raise ValueError("the file contains a storage with invalid metadata")
             if type(count) is not int or count < 0:
                 raise ValueError("the length of a storage must be a nonnegative integer")
             return numbers(dtype.dtype, key, count)
@@ -371,7 +371,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
     try:
         return Unpickler(io.BytesIO(content), encoding="utf-8").load()
     except wrong as error:
-        raise ValueError(f"{path.name} is not a valid file of torch.save: {error}") from error
+        raise ValueError(f"{path.name} is not a valid torch.save file: {error}") from error
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

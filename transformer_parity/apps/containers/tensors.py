@@ -56,8 +56,12 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
         listed = {name for name, where in places.items() if where == place}
         if odd := sorted(listed ^ tensors.keys()):
             if odd[0] in listed:
-                raise ValueError(f"{place} must contain {odd[0]}, which {index.name} lists: got a file without it")
-            raise ValueError(f"{index.name} must list {odd[0]}, which {place} contains: got an index without it")
+                raise ValueError(
+                    f"{place} must contain {odd[0]}, which {index.name} lists: got a file without this tensor"
+                )
+            raise ValueError(
+                f"{index.name} must list {odd[0]}, which {place} contains: got an index without this tensor"
+            )
         found |= tensors
     return found
 

@@ -177,7 +177,7 @@ def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
 def agreement(seen: Arrays) -> str:
     """Return a sentence with the largest difference between two backends and its location."""
     if len(seen) == 1:
-        return f"Only {', '.join(seen)} was run. To compare backends, specify more of them with --backends."
+        return f"Only {', '.join(seen)} was run. To compare backends, specify at least two with --backends."
     apart = {pair: np.abs(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
     pair = max(apart, key=lambda pair: apart[pair].max())
     head, query, key = np.unravel_index(apart[pair].argmax(), apart[pair].shape)

@@ -142,5 +142,7 @@ def checked(vocabulary: Vocabulary, source_vocab_size: int, target_vocab_size: i
         ("source", "target"), (source_vocab_size, target_vocab_size), vocabulary.sizes, strict=True
     ):
         if needs > has:
-            raise ValueError(f"the {side} vocabulary must have at most the model's {has:,} IDs: got {needs:,}")
+            raise ValueError(
+                f"the {side} vocabulary must have at most {has:,} IDs, as many as the model: got {needs:,}"
+            )
     return vocabulary

@@ -161,7 +161,7 @@ class Batches:
         check_integer("epoch", epoch, minimum=0)
         check_integer("index", index, minimum=0)
         if index >= self.per_epoch:
-            raise ValueError(f"index must be below the {self.per_epoch} batches of an epoch: got {index}")
+            raise ValueError(f"index must be below {self.per_epoch}, the number of batches per epoch: got {index}")
         self._epoch, self._index = epoch, index
         self._order = self._shuffle(epoch)
 

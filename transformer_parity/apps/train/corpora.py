@@ -192,7 +192,7 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
         ValueError: If the content of the corpus has changed or ``origin`` is invalid.
     """
     if not isinstance(origin, dict):
-        raise TypeError(f"its corpus must be a JSON object: got {type(origin).__name__}")
+        raise TypeError(f"the corpus must be a JSON object: got {type(origin).__name__}")
     check_choice("task", origin["task"], list(RECIPES))
     if origin["task"] == "dates":
         if any(moved.values()):
@@ -215,11 +215,12 @@ def _recorded(files: Any) -> list[str]:
     The function does not open the files.
     """
     if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
-        raise ValueError(f"its text must consist of two files: got {files}")
+        raise ValueError(f"the text must consist of two files: got {files}")
     for file in files:
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"the run's text {file} must be a file: if it has moved, specify its path with --text or --held-out"
+                f"the run's text {file} must be a regular file: if you moved the file, specify its new path with "
+                "--text or --held-out"
             )
     return files
 

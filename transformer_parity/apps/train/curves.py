@@ -75,7 +75,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
         apart = spread(by_backend)
         lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # omit zeros
         lower.axhline(PARTED, color=GRAY, linestyle=":", linewidth=0.9)
-        lower.set(yscale="log", ylabel="largest relative difference\nof two losses")
+        lower.set(yscale="log", ylabel="largest relative difference\nbetween two losses")
     else:
         lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))
     lower.set_xlabel("step")
@@ -102,7 +102,7 @@ def parting(events: Sequence[dict[str, Any]]) -> str:
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     beyond = np.flatnonzero(~(apart <= PARTED))
-    most = f"the largest relative difference of two losses is {np.nanmax(apart):.1e}"
+    most = f"the largest relative difference between two losses is {np.nanmax(apart):.1e}"
     if not beyond.size:
         return f"The curves agree for {len(steps):,} steps: {most}."
     return f"The curves diverge by more than {PARTED:.0e} at step {steps[beyond[0]]:,}: {most}."

@@ -146,7 +146,9 @@ def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
         nonlocal told
         if awaited and time.monotonic() - since > JOINING:
             missing = team.where(awaited[0])
-            raise UsageError(f"{missing} did not join the others within {JOINING:g} s, so all of them were stopped")
+            raise UsageError(
+                f"{missing} did not join the other processes within {JOINING:g} s, so all processes were stopped"
+            )
         if stop.signal and not told:
             if not interruptible:
                 raise KeyboardInterrupt
@@ -176,4 +178,4 @@ def _failure(error: TeamError) -> UsageError:
     if isinstance(cause, Broken) and cause.is_usage:
         return UsageError(cause.why)
     said = cause.why if isinstance(cause, Broken) else str(cause)
-    return UsageError(f"{error.where} failed, so the others were stopped: {said}")
+    return UsageError(f"{error.where} failed, so the other processes were stopped: {said}")

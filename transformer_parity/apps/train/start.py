@@ -177,7 +177,7 @@ def resume(
         check_number("seconds", seconds, "at least 0", lambda x: x >= 0)
         corpus = corpora.rebuild(progress["corpus"], Subwords(checkpoint.vocabulary), moved)
     except KeyError as error:
-        raise ValueError(f"{path} cannot be resumed: it does not contain {error}") from error
+        raise ValueError(f"{path} cannot be resumed: the file does not contain {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be resumed: {error}") from error
     changes, settings = dict(plan), checkpoint.settings
@@ -190,7 +190,9 @@ def resume(
     kept = replace(kept, keep=max(kept.keep, kept.average))
     finished = (path.parent / MODEL).exists()  # a run may have been interrupted before it wrote the final weights
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
-        raise ValueError(f"{path} is the end of a run of {kept.steps} steps: to continue, specify more with --steps")
+        raise ValueError(
+            f"{path} is the end of a run of {kept.steps} steps: to continue, specify a higher number with --steps"
+        )
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
     if directory == path.parent and later:
         raise ValueError(

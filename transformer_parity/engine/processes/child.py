@@ -113,7 +113,7 @@ class Child:
 
     def last_line(self) -> str:
         """Return the last line that the process has printed."""
-        return [*self._log.read_text("utf-8", "replace").strip().splitlines()[-1:], "it printed nothing"][0]
+        return [*self._log.read_text("utf-8", "replace").strip().splitlines()[-1:], "the process printed nothing"][0]
 
     def stop(self, patience: float = 0.0) -> None:
         """Wait up to ``patience`` seconds for the process to exit, then kill it and all of its descendants."""
@@ -159,8 +159,11 @@ class Child:
         try:
             messages.skip_to_start(stream)
         except messages.NoStartError as error:
-            where = "standard output, which is reserved for messages: print to standard error in the wrapper instead"
-            self._unreadable = f"it printed {printable(str(error))!r} to {where}"
+            where = (
+                "standard output, which is reserved for messages: print to standard error in the wrapper of the "
+                "interpreter instead"
+            )
+            self._unreadable = f"the process printed {printable(str(error))!r} to {where}"
             self.process.kill()
             raise EOFError("nothing more is read") from error
 
@@ -168,7 +171,7 @@ class Child:
         try:
             return messages.unpickled(content)
         except (Exception, SystemExit) as error:  # unpickling may import a module, which may raise any exception
-            self._unreadable = f"it sent a message that cannot be unpickled: {type(error).__name__}: {error}"
+            self._unreadable = f"the process sent a message that cannot be unpickled: {type(error).__name__}: {error}"
             self.process.kill()
             raise EOFError("nothing more is read") from error
 

@@ -17,7 +17,7 @@ TITLES = {"at": "gradients at the taps, starting from the logits", "of": "gradie
 WAYS = {
     "port": "reran each block of the port on the reference's inputs",
     "reference": "reran each block of the reference on the port's inputs",
-    "nothing": "the port shows no taps, so no block could be rerun, and every difference may be inherited",
+    "nothing": "the port reports no taps, so no block could be rerun, and every difference may be inherited",
 }
 
 
@@ -101,7 +101,9 @@ def print_blame(console: Console, blame: Blame) -> None:
     if all(mark.verdict == FINE for mark in blame.marks):
         console.print(title)
         what = "gradients" if any(mark.name.startswith("at ") for mark in blame.marks) else "tensors"
-        console.print(Text(f"fine: {len(blame.marks)} {what if len(blame.marks) > 1 else what[:-1]}", STYLES[FINE]))
+        console.print(
+            Text(f"within tolerance: {len(blame.marks)} {what if len(blame.marks) > 1 else what[:-1]}", STYLES[FINE])
+        )
         return
     places = first_places(blame.marks)
     attempts = [(len(places), False), *((number, True) for number in range(len(places), -1, -1))]
@@ -182,7 +184,7 @@ def _folded(alike: Sequence[Node]) -> Text:
     verdict = next(verdict for verdict in (INTRODUCED, INHERITED, FINE) if counts[verdict])
     taps = f", {len(marks)} tensors" if len(marks) > 1 else ""
     if verdict == FINE:
-        return Text(f"{name}  fine{taps}", STYLES[FINE])
+        return Text(f"{name}  within tolerance{taps}", STYLES[FINE])
     worst = max(mark.free for mark in marks)
     if verdict == INHERITED:
         return Text(

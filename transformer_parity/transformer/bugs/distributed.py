@@ -299,13 +299,14 @@ BUGS = table(
         # The following bugs shard parameters or save checkpoints incorrectly.
         run("fsdp=2", "sharding"): {
             "no parameter sharded": injected(
-                "a device must store about 50% of all parameter elements: one stores 100%",
+                "a device must store about 50% of all parameter elements: a device stores 100%",
                 ("parallel", "if axis is not None:", "if False:"),
             ),
         },
         run("tensor=2", "sharding"): {
             "heads not sharded": injected(
-                "tensor=2 must shard encoder.layers.0.self_attention.query_proj.kernel: each device stores all of it",
+                "tensor=2 must shard encoder.layers.0.self_attention.query_proj.kernel: each device stores the full "
+                "parameter",
                 ("parallel", "(tensor_axis(name), plan.tensor, place[2])", "(None, 1, 0)"),
             ),
         },

@@ -95,7 +95,7 @@ ENTRIES: dict[str, Table] = {
         f"{SELF}.query": {
             "pre-norm": but(
                 config={"norm_order": "pre"},
-                announced=f"the order is wrong: got {SELF}_norm.output instead of {SELF}.query",
+                announced=f"the names must be in the expected order: got {SELF}_norm.output instead of {SELF}.query",
             )
         },
         f"{SELF}_norm.output": {

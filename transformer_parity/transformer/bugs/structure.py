@@ -95,13 +95,13 @@ STRUCTURE = table(
                         instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
                     )
                 ),
-                announced=f"the order is wrong: got {SELF}.key instead of {SELF}.query",
+                announced=f"the names must be in the expected order: got {SELF}.key instead of {SELF}.query",
             ),
             "a tap that fires twice": but(
                 in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
                 path="run",
                 verdict=FAILED,
-                detail="tap encoder.layers.0.self_attention.scores fired twice",
+                detail="tap encoder.layers.0.self_attention.scores was recorded twice",
             ),
             "an exception": but(
                 in_ports_alone(

@@ -218,9 +218,7 @@ def port_config(port: PluginPort) -> TransformerConfig:
         kept = [case for case in cases if case.name not in port.left_out]
         padded = {case.stage for case in kept if (case.inputs["source_ids"] == config.pad_id).any()}
         if unpadded := [case.stage for case in kept if case.stage not in padded]:
-            raise ValueError(
-                f"left_out of {port.name} must keep at least one case with padding in the stage {unpadded[0]}"
-            )
+            raise ValueError(f"left_out of {port.name} must not list all cases with padding in the stage {unpadded[0]}")
     return config
 
 

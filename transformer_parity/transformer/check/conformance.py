@@ -97,8 +97,8 @@ class KnownAnswer:
         if why := known_answer.changed(self.cases):
             raise PortDisagreementError(
                 f"FAILED {self.title} known answer: {why}\n"
-                "The comparisons in this process are invalid, because something replaced a function of NumPy or of the "
-                "reference."
+                "The comparisons in this process are invalid, because a function of NumPy or of the reference was "
+                "replaced."
             )
 
 

@@ -85,7 +85,7 @@ def _difference(case: str, own: dict[str, ndarray], clean: dict[str, ndarray]) -
     for name, truth in clean.items():
         error = math.inf if own[name].shape != truth.shape else _plain_error(own[name], truth)
         if not error <= (0.0 if name == TOKENS else TOLERANCE):
-            allowed = "they must be equal" if name == TOKENS else f"at most {TOLERANCE:.0e}"
+            allowed = "tokens must be equal" if name == TOKENS else f"at most {TOLERANCE:.0e}"
             return f"{case} {name}: error {error:.1e} compared with a new process, {allowed}"
     return ""
 

@@ -141,7 +141,7 @@ def work(parent: Parent) -> None:
     try:
         process.run()
     except SystemExit as error:
-        parent.send(Broken(f"it called sys.exit({error.code!r}) at {process.doing}"))
+        parent.send(Broken(f"the port called sys.exit({error.code!r}) at {process.doing}"))
     except Exception as error:
         parent.send(Broken(f"{described(error)} at {process.doing}"))
     process.spend("the rest")

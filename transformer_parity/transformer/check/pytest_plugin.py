@@ -216,7 +216,7 @@ class Conformance:
         for line in self.changed:
             terminalreporter.write_line(line, red=True)
         for line in self.files:
-            terminalreporter.write_line(f"NOT OURS: {line}")
+            terminalreporter.write_line(f"LOCAL COPY: {line}")
         for line in self.missing:
             terminalreporter.write_line(f"INCOMPLETE: {line}", red=True)
         for line in _commands(self.facts.values()):

@@ -57,7 +57,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         if not self.backends and not self.ports:
-            raise ValueError("numpy is the reference: name at least one port to compare with it")
+            raise ValueError("numpy is the reference: specify at least one port to compare with it")
         about_text = bool(self.text or self.weights)
         if self.sentences == 0 and about_text:
             raise ValueError("--text and --weights require at least one sentence: remove --sentences 0")
@@ -69,8 +69,8 @@ class Selection:
             raise ValueError("--weights and --preset conflict, because a weight file contains a config: remove one")
         if not self.backends and (self.presets or about_text):
             raise ValueError(
-                "--preset, --weights and --text apply only to backends, because a port defines its own cases: "
-                "remove them, or add --backends"
+                "--preset, --weights, and --text apply only to backends, because a port defines its own cases: remove "
+                "these options, or add --backends"
             )
         if self.sentences < 0:
             raise ValueError(f"--sentences must be at least 0: got {self.sentences}")

@@ -123,12 +123,14 @@ def explain(
     doubts: list[Doubt] = []
     if options.seed is not None:  # sampling is compared only in float64, where rounding doesn't affect the samples
         return [
-            Doubt(row, 0, math.inf, 0.0, "it draws different samples")
+            Doubt(row, 0, math.inf, 0.0, "the port samples different tokens")
             for row in differing(found.result.nbest_ids, expected, truth.config.pad_id)
         ]
     for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
         own = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
-        doubts += own or [Doubt(row, 0, math.inf, 0.0, "its tokens differ, but none of its decisions explains that")]
+        doubts += own or [
+            Doubt(row, 0, math.inf, 0.0, "the tokens differ, but no decision of the search explains the difference")
+        ]
     return doubts
 
 

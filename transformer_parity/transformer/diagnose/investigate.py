@@ -323,7 +323,7 @@ class Investigation:
             if alone.names and attempt and attempt.is_exact and (usual := Trials.of(case, shown).run(TRUTH)):
                 earlier = ", ".join(f"{one.stage} of {one.name}" for one in case.before)
                 after = f"other calls, such as {earlier}" if earlier else "other calls"
-                kept = f"{case.name} agrees on a newly loaded model, and differs after {after}"
+                kept = f"{case.name} agrees on a newly loaded model, but differs after {after}"
                 return "" if usual.is_exact else f"{kept}: your port keeps state from one call to the next"
         return ""
 

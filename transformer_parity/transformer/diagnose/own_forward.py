@@ -27,7 +27,8 @@ FIRST = "compare activations first, using --stage activations"
 EMPTY = "at token 1, no previous token is cached yet, so a wrong cache is not the cause"
 FULL = (
     "The first token of every sentence agrees with `forward`, and no known rule (repeated n-grams, length limits) "
-    "explains the others. Compare the logits inside the search with the logits of `forward`: if they differ, the cache "
+    "explains the later differences. Compare the logits inside the search with the logits of `forward`: if they "
+    "differ, the cache "
     "is wrong"
 )
 

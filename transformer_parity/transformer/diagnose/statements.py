@@ -22,10 +22,11 @@ from transformer_parity.transformer.diagnose.evidence.patterns import among_case
 from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
 # Advice for users, if the difference is a convention.
-IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"
+IN_PORT = "fix the port or, if this change is intentional, declare it: overrides = {!r}"
 IN_FILES = (
-    "fix it or, if it is intentional, regenerate A with this convention, which `parity golden` stores in the manifest: "
-    "`parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
+    "fix the port or, if this change is intentional, regenerate A with this convention, which `parity golden` stores "
+    "in "
+    "the manifest: `parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
 )
 FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than rounding
 

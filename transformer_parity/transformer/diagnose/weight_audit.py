@@ -100,7 +100,10 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
     usual = _shown(loaded, case)
     changes = (first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]) for _ in range(CALLS))
     if first := next(filter(None, changes), ""):
-        found = f"they differ on the same input, first at {first}: dropout is on, or something else is random"
+        found = (
+            f"the results differ on the same input, first at {first}: dropout is enabled, or another operation is "
+            "random"
+        )
         return [Fate("two calls", RANDOM, found)]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
@@ -110,7 +113,10 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
             for name, weight in weights.items()
             if first_change(expected, run_reference({**weights, name: _disturbed(weight)}), CHANGED["float64"]) == first
         ]
-        found = f"it differs after every load, so it is not set from the given weights (detected at {first})"
+        found = (
+            "the value differs after every load, so the port does not set this weight from the given weights "
+            f"(detected at {first})"
+        )
         return [
             Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else '; other weights used there may be the cause'}")
             for name in reads
@@ -126,9 +132,13 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
         elif not here:
             fates.append(_fate_of_the_unused(name, weights, there, usual, run_reference))
         elif not there:
-            fates.append(Fate(name, USED, f"it affects {here}, but it would affect nothing in the reference"))
+            fates.append(
+                Fate(name, USED, f"changing this weight affects {here}, but would have no effect in the reference")
+            )
         else:
-            fates.append(Fate(name, MISPLACED, f"a change to it first affects {here}, but should first affect {there}"))
+            fates.append(
+                Fate(name, MISPLACED, f"changing this weight first affects {here}, but should first affect {there}")
+            )
     return fates
 
 
@@ -141,9 +151,9 @@ def summary(fates: Iterable[Fate]) -> str:
     """Return one line with the total number of weights and the number of weights with each verdict."""
     fates = list(fates)
     if fates and fates[0].verdict == OVERWRITTEN:
-        return f"{fates[0].name} overwritten, so no weight can be audited"
+        return f"{fates[0].name} overwritten by forward(), so no weight can be audited"
     counts = {verdict: sum(fate.verdict == verdict for fate in fates) for verdict in (USED, HIDDEN, *WRONG)}
-    words = {HIDDEN: "hidden (they affect no compared tensor)"}
+    words = {HIDDEN: "hidden (without effect on any compared tensor)"}
     said = [f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count]
     return f"{len(fates)} weights: {', '.join(said)}"
 
@@ -206,7 +216,7 @@ def _fate_in_place(
     """Return the result for a weight that the port uses in the correct place. The weight may be transposed."""
     weight = weights[name]
     if not tap:
-        return Fate(name, HIDDEN, "it affects no compared tensor")
+        return Fate(name, HIDDEN, "changing this weight affects no compared tensor")
     square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
     if square and distance(tap, usual, expected) > SAME:
         turned = run_reference({**weights, name: np.ascontiguousarray(weight.T)})
@@ -227,7 +237,7 @@ def _fate_of_the_unused(
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED
             return Fate(name, verdict, f"the port uses {other} instead", other)
-    return Fate(name, UNUSED, f"a change to it has no effect; it should first affect {tap}")
+    return Fate(name, UNUSED, f"changing this weight has no effect, but should first affect {tap}")
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:

@@ -163,7 +163,7 @@ def _tensors(
     for name in wanted:
         errors = [_distance(name, found, wanted) for found in of_all]
         worst = errors.index(max(errors))
-        detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
+        detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in another process"
         tolerance = _tolerance(name, mixed, baseline)
         apart = max(errors) > tolerance >= min(errors)
         yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
@@ -229,7 +229,7 @@ def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> s
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
     if most <= (due + every) / 2:  # tolerate frameworks that shard a few parameters less than the plan specifies
         return ""
-    return f"a device must store about {due / every:.0%} of all parameter elements: one stores {most / every:.0%}"
+    return f"a device must store about {due / every:.0%} of all parameter elements: a device stores {most / every:.0%}"
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,13 @@ class Holdings:
         devices = {device for held in self.parts.values() for device, _, _ in held}
         if self.parts.keys() != shapes.keys() or len(devices) != plan.devices:
             needed = f"{len(shapes)} parameters on {plan.devices} devices"
-            return f"the run must have {needed}: got {len(self.parts)} on {len(devices)}"
+            return f"the run must have {needed}: got {len(self.parts)} parameters on {len(devices)} devices"
         for name, shape in shapes.items():
             places = self.places(name)
             if sum(map(_size, places)) != math.prod(shape):
-                return f"the shards of {name} must add up to the full parameter"
+                return f"the shards of {name} must add up to the full parameter: got shards of a different total size"
             if tensor_axis(name) is not None and len(places) < plan.tensor:
-                return f"tensor={plan.tensor} must shard {name}: each device stores all of it"
+                return f"tensor={plan.tensor} must shard {name}: each device stores the full parameter"
         return _too_many(max(map(self._numbers, devices)), plan, shapes)
 
     def _numbers(self, device: int) -> int:

@@ -42,7 +42,10 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
             return f"process {process} must return a finite gradient with {len(basis)} elements for its own batch"
         solution = np.linalg.lstsq(basis, found, rcond=None)[0]
         if np.linalg.norm(found - basis @ solution) > EXACT * np.linalg.norm(found):
-            return f"the gradient of process {process} must be a sum of the gradients of single rows: it is not"
+            return (
+                f"the gradient of process {process} must be a sum of the gradients of individual rows: got a "
+                "different gradient"
+            )
         reads = np.abs(solution.reshape(plan.shards, rows)) > READ
         if problem := _reads_problem(process, reads, plan) or _loss_problem(process, reads, one, probe, batches):
             return problem
@@ -91,6 +94,6 @@ def _loss_problem(process: int, reads: ndarray, one: Seen, probe: Probe, batches
     if abs(one.own_loss - expected) <= LOSS * abs(expected):
         return ""
     return (
-        f"train_step of process {process} reads different rows than gradients: "
+        f"train_step of process {process} must read the same rows as gradients: "
         f"the loss is {one.own_loss:.6g} instead of {expected:.6g}"
     )

@@ -232,7 +232,7 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
         return f"all devices train on the rows of shard {present[0]}"
     if all(_near(shards[:, shard], 1.0) for shard in present):
         return f"missing the rows of shard {', '.join(str(shard) for shard in range(width) if shard not in present)}"
-    return "some shards contribute more than once, or only in part"
+    return "some shards contribute more than once, or only partly"
 
 
 def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
@@ -265,8 +265,10 @@ def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: P
         sums, tokens = (way.tokens * way.losses).sum(0), way.tokens.sum(0)
         for shard, (total, count) in enumerate(zip(sums, tokens, strict=True)):
             known[f" (the loss of shard {shard} per token of that shard)"] = total / max(count, 1)
-            known[f" (the contribution of shard {shard} instead of the sum)"] = total / max(tokens.sum(), 1)
-        known[" (the mean of the shards' own means)"] = (sums / np.maximum(tokens, 1)).mean()
+            known[f" (the contribution of shard {shard} instead of the sum over all shards)"] = total / max(
+                tokens.sum(), 1
+            )
+        known[" (the mean of the per-shard means)"] = (sums / np.maximum(tokens, 1)).mean()
         known[" (the mean of the shards' contributions instead of the sum)"] = right / plan.shards
         known[" (the sum over all tokens, not divided by their number)"] = right * tokens.sum()
         if what := next((what for what, number in known.items() if _near(loss - number, 0.0)), ""):

@@ -123,5 +123,5 @@ def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) ->
         "word": WORDS[worst] + (f": {', '.join(introduced)}" if introduced and len(shown) > 1 else "") if worst else "",
         "dots": [(i, scale(entry["error"])) for i, entry in enumerate(entries) if entry is not None],
         "tick": scale(max(float(entry["tolerance"]) for entry in shown.values())) if shown else None,
-        "says": "; ".join(says) or "not shown by any port",
+        "says": "; ".join(says) or "not reported by any port",
     }

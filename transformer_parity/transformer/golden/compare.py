@@ -112,7 +112,9 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGE
     ours, theirs = vectors.find(truth), vectors.find(candidate)
     if ours.keys() != theirs.keys():
         held = [", ".join(filter(None, found)) or "golden vectors of one model" for found in (ours, theirs)]
-        raise ValueError(f"both must contain the same models: {truth} has {held[0]}, and {candidate} has {held[1]}")
+        raise ValueError(
+            f"both directories must contain the same models: got {held[0]} in {truth} and {held[1]} in {candidate}"
+        )
     return [DirectoryPair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
 
 
@@ -128,9 +130,7 @@ def compare_directories(pair: DirectoryPair, progress: Progress = lambda text: N
     """
     truth, candidate = pair.truth, pair.candidate
     if problems := vectors.differences(truth, candidate):
-        raise ValueError(
-            f"{truth.path} and {candidate.path} must define the same task, but they differ in {some(problems)}"
-        )
+        raise ValueError(f"{truth.path} and {candidate.path} must define the same task, but differ in {some(problems)}")
     reference = Reference(ports=2)
     for case in pair.cases:
         for dtype in DTYPES:

@@ -34,7 +34,7 @@ def gaps(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Sequence[Cas
         of_stage = [case for case in both if case.stage == stage]
         results = [_has_results(case, truth, candidate) for case in of_stage]
         if 2 * sum(results) < len(results):
-            yield f"{stage}: B omits {RESULTS[stage]!r} in more than half of its cases"
+            yield f"{stage}: B omits {RESULTS[stage]!r} in more than half of the cases of this stage"
         for name in IDS:
             if arrays := [case.inputs[name] for case in of_stage if name in case.inputs]:
                 yield from (f"{stage}: {why}" for why in _gaps_of_ids(name, arrays, truth.config.pad_id))

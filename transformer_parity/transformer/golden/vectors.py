@@ -115,7 +115,7 @@ def find(path: str | Path) -> dict[str, Path]:
         return {"": path}
     inside = {child.name: child for child in sorted(path.iterdir()) if (child / MANIFEST).is_file()}
     if not inside:
-        raise FileNotFoundError(f"{path} does not contain golden vectors: there is no {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain golden vectors: the directory has no {MANIFEST}")
     return inside
 
 
@@ -129,7 +129,7 @@ def read(path: str | Path) -> GoldenDirectory:
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise FileNotFoundError(f"{path} does not contain golden vectors: there is no {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain golden vectors: the directory has no {MANIFEST}")
     try:
         return _read(path)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -149,7 +149,7 @@ def _read(path: Path) -> GoldenDirectory:
     for fields in _entry(manifest, "cases", list):
         case = _read_case(path, fields, config, weights_file)
         if any(case.name == other.name for other in cases):
-            raise ValueError(f"case {case.name} must not be listed twice")
+            raise ValueError(f"case {case.name} must be listed only once: got two entries")
         if unknown := [dtype for dtype in case.dtypes if dtype not in dtypes]:
             raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not in the manifest's dtypes")
         cases.append(case)
@@ -257,7 +257,7 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
         if name in tensors and (found := f"{tensors[name].dtype.name} {list(tensors[name].shape)}") != needed:
             problems.append(f"{name} must be {needed}: got {found}")
     if len(described) < len(record["tensors"]):
-        problems.append("a tensor is listed twice")
+        problems.append("a tensor is listed more than once")
     if problems:
         raise ValueError(f"{file} does not match {MANIFEST}: {some(problems)}")
     for array in tensors.values():

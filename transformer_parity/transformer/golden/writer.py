@@ -143,10 +143,12 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {path.parent}")
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file")
+        raise FileExistsError(f"{path} must be a directory: got a file")
     if path.is_dir() and any(path.iterdir()):
         if not _is_ours(path):
-            raise FileExistsError(f"{path} must be empty or contain only golden vectors: it has different files")
+            raise FileExistsError(
+                f"{path} must be empty or contain only golden vectors: got a directory with other files"
+            )
         if not force:
             raise FileExistsError(f"{path} already contains golden vectors: use --force to replace them")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -258,7 +258,7 @@ class LoadedPlugin:
             MissingAbilityError: If the port doesn't define the method.
         """
         if getattr(type(self.port), name) is getattr(Port, name):
-            raise MissingAbilityError(f"it does not define {name}()")
+            raise MissingAbilityError(f"the port does not define {name}()")
         return getattr(self.port, name)
 
 

@@ -38,7 +38,7 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
 def print_files_elsewhere(console: Console, backend: str, environment: Mapping[str, str]) -> None:
     """Print the modules of this project that were imported from a different location than the installed package."""
     for line in described_elsewhere(environment):
-        print_line(console, "NOT OURS:", "", f" {backend}: {line}")
+        print_line(console, "LOCAL COPY:", "", f" {backend}: {line}")
 
 
 def print_failure_report(console: Console, report: FailureReport) -> None:
@@ -92,4 +92,4 @@ def gap(blame: Blame | None) -> str:
     if len(siblings) > 1 or len(parts) < 4 or first.endswith("_norm.output"):
         return ""
     before = names[names.index(first) - 1] if names.index(first) else "the input"
-    return f"The difference starts between {before} and {first}. To narrow it down, show more taps in between."
+    return f"The difference starts between {before} and {first}. To narrow it down, report more taps in between."

@@ -145,7 +145,7 @@ class TokenizerFile:
             if (component := getattr(self._tokenizer, part)) is not None:
                 growth *= _growth(json.loads(component.__getstate__()))
         if growth > MOST_GROWTH:
-            raise ValueError(f"its replacements must lengthen a text by at most {MOST_GROWTH} times: got {growth:.3g}")
+            raise ValueError(f"the replacements must lengthen a text by at most {MOST_GROWTH} times: got {growth:.3g}")
 
     def ids(self, line: str) -> list[int]:
         """Return the token IDs of a line, without the special tokens of the tokenizer's template."""

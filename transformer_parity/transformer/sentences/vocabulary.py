@@ -110,7 +110,7 @@ def check_code(side: str, code: str | None, known: Sequence[str], *, needed: boo
             raise ValueError(f"this vocabulary requires a {side} language: choose one of {some}")
         return
     if not known:
-        raise ValueError(f"this vocabulary has no {side} languages to choose from: got {code!r}")
+        raise ValueError(f"this vocabulary does not use {side} language codes: got {code!r}")
     if code not in known:
         raise ValueError(f"this vocabulary has no {side} language {code!r}: {nearest(code, known)}")
 
@@ -130,7 +130,7 @@ def nearest(code: str, known: Sequence[str]) -> str:
         for start in (code.lower(), code.lower()[:2])
     )
     alike = list(dict.fromkeys([*begins, *difflib.get_close_matches(code, known, 5, 0.5), *begins_alike]))[:5]
-    return f"did you mean {', '.join(alike)}?" if alike else f"it has {', '.join(known[:10])}, ..."
+    return f"did you mean {', '.join(alike)}?" if alike else f"the vocabulary supports {', '.join(known[:10])}, ..."
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:

@@ -53,14 +53,14 @@ class ActivationStage(Stage):
         unseen = {*shown.outputs.hidden} - shown.tensors.keys()
         rest = [name for name in due if name not in unseen]
         missing = len(due) - len(rest)
-        return rest, [f"{missing} of {len(due) - 1} taps are not shown"] if missing else []
+        return rest, [f"{missing} of {len(due) - 1} taps are not reported"] if missing else []
 
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the taps that the port doesn't report, with the reason."""
         if hidden:
-            yield tuple(hidden), "these taps are not shown"
+            yield tuple(hidden), "these taps are not reported"
 
 
 def hidden(case: Case, loaded: LoadedPort) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class DecodeStage(Stage):
         """Exclude the scores if the search doesn't return any."""
         if SCORES not in due or SCORES in shown.tensors:
             return due, []
-        return [name for name in due if name != SCORES], ["scores are not shown"]
+        return [name for name in due if name != SCORES], ["scores are not reported"]
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
         """Compare the logits and taps of decoding with a cache, or the tokens and scores of a search."""

@@ -65,7 +65,7 @@ class GradientStage(TrainingStage):
     ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the gradients at taps that the port doesn't report, with the reason."""
         if hidden and any(name.startswith(AT) for name in tensors):
-            yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not shown"
+            yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not reported"
         yield from super().left_out(case, tensors, hidden)
 
 

@@ -158,7 +158,7 @@ class Stage(Measure, ABC):
         for pattern, what in self.optional.items():
             names = [name for name in due if fnmatchcase(name, pattern)]
             if names and not any(name in shown.tensors for name in names):
-                skips.append(f"{len(names)} {what} are not shown")
+                skips.append(f"{len(names)} {what} are not reported")
                 due = [name for name in due if name not in names]
         return due, skips
 
@@ -174,7 +174,7 @@ class Stage(Measure, ABC):
         """
         for pattern, what in self.optional.items():
             if not any(fnmatchcase(name, pattern) for name in tensors):
-                yield (pattern,), f"{what} are not shown"
+                yield (pattern,), f"{what} are not reported"
 
     def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
         """Return the names of the tensors to compare, and the reasons for skipping the other tensors.

@@ -193,7 +193,9 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     notes = (f"tied embeddings are {said!r} in the options, but the tensors imply {tied!r}, which is used",)
     norms = [f"{stack}.layer_norm.weight" in tensors for stack in ("encoder", "decoder")]
     if norms[0] != norms[1]:
-        raise ValueError("the file must contain both encoder.layer_norm and decoder.layer_norm, or neither: got one")
+        raise ValueError(
+            "the file must contain both encoder.layer_norm and decoder.layer_norm, or neither: got only one"
+        )
     learned = bool(settings.get("encoder_learned_pos", False))
     table = matrix(tensors, "encoder.embed_positions.weight") if learned else None
     heads = [settings.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")]
@@ -242,7 +244,8 @@ def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: 
     if not 1 <= len(lists) <= 2 or len(others) > 1:
         names = ", ".join(path.name for path in paths)
         raise ValueError(
-            f"a fairseq vocabulary must consist of one or two dict.txt and, optionally, codes or a .model: got {names}"
+            "a fairseq vocabulary must consist of one or two dict.txt files and, optionally, a file with BPE codes "
+            f"or a .model file: got {names}"
         )
     for path in lists:  # parse each file here so that an error message identifies the user's file
         moses.read_dictionary(read_file(path), path.name)

@@ -106,8 +106,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """
     if has(path, ADAPTER):
         raise ValueError(
-            f"the directory contains an adapter (LoRA, {ADAPTER}), not a model: merge the adapter into its base model, "
-            "save the result and import that"
+            f"the directory contains an adapter (LoRA, {ADAPTER}), not a model: merge the adapter into its base "
+            "model, save the merged model, and import it"
         )
     given = read_json(member(path, CONFIG))
     family = family_of(given)
@@ -129,7 +129,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
         found = _without_positions(found, config)
     if config.output_bias and BIAS not in found:
         found[BIAS] = np.zeros((1, config.target_vocab_size), found[DECODER if DECODER in found else ENCODER].dtype)
-        notes.append(f"{BIAS} is missing, so it is zero, as in transformers")
+        notes.append(f"{BIAS} is missing and is set to zero, as in transformers")
     weights = take(table_of(family), found, config, IGNORED)
     generation = read_json(member(path, GENERATION)) if has(path, GENERATION) else fields
     search, said = read_search(generation, config)
@@ -161,7 +161,7 @@ def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
             return [first, *(tensors.shards(first) if name.endswith(".json") else [])], found
     if other := [f"{title} ({name})" for name, title in OTHER_WEIGHTS.items() if has(path, name)]:
         raise ValueError(f"{path} must contain {' or '.join(WEIGHTS)}: got only weights for {', '.join(other)}")
-    raise FileNotFoundError(f"there are no weights in {path}: it must contain {' or '.join(WEIGHTS)}")
+    raise FileNotFoundError(f"{path} contains no weights: the directory must contain {' or '.join(WEIGHTS)}")
 
 
 def settle_tables(
@@ -188,12 +188,18 @@ def settle_tables(
     tied = "all" if alike and is_out else "target_output" if is_out else "none"
     notes = []
     if fields["tie_word_embeddings"] is True and not is_out:
-        notes.append(f"tie_word_embeddings is true, but {output} differs from the embedding, so they are not tied")
+        notes.append(f"tie_word_embeddings is true, but {output} differs from the embedding, so the two are not tied")
     elif fields["tie_word_embeddings"] is False and is_out:
         why = "equals the target embedding" if output in found else "is missing"
-        notes.append(f"tie_word_embeddings is false, but {output} {why}, so they are tied")
+        notes.append(
+            f"tie_word_embeddings is false, but {output} {why}, so the target embedding and the output projection are "
+            "tied"
+        )
     if fields["tie_word_embeddings"] and fields.get("share_encoder_decoder_embeddings", True) and not alike:
-        notes.append("the flags share source and target embedding, but the tensors differ, so they are separate")
+        notes.append(
+            "according to the flags, source and target share one embedding, but the tensors differ, so two embeddings "
+            "are used"
+        )
     if SHARED in found and not same(found[SHARED], encoder):
         notes.append(f"{SHARED} differs from the embedding of the encoder and is ignored")
     kept = {name: array for name, array in found.items() if name not in (*names, SHARED)}
@@ -342,7 +348,10 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     if isinstance(vocabulary, JointVocabulary):  # a vocabulary that `parity train` built
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
-            notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")
+            notes.append(
+                f"the vocabulary is not written because {family} tokenizers do not support vocabularies of `parity "
+                "train`"
+            )
     for file, stored in (vocabulary.files() if vocabulary else {}).items():
         (directory / file).write_bytes(stored)
     return tuple(notes)

@@ -134,7 +134,7 @@ def _banned(fields: Mapping[str, Any], config: TransformerConfig) -> list[Any]:
     """Return the IDs that must not be generated. ``pad_id`` is omitted because the search never generates padding."""
     words = [_ids(word) for word in fields.get("bad_words_ids") or []]
     if long := [word for word in words if len(word) != 1]:
-        raise ValueError(f"bad_words_ids must be single tokens: got {long[0]}")
+        raise ValueError(f"every entry of bad_words_ids must be a single token: got {long[0]}")
     banned = [*(word[0] for word in words if word != [config.eos_id]), *_ids(fields.get("suppress_tokens"))]
     return [token for token in banned if token != config.pad_id]
 
@@ -156,11 +156,11 @@ def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, A
     rules, notes = search.rules, []
     beams = search.beam_size or 1
     if beams > 1 and (search.length_penalty_kind != "power" or rules.pool != "beam"):
-        notes.append("generate has different search rules: with a beam, its translations may differ")
+        notes.append("`generate` uses different search rules, so its translations may differ when it uses a beam")
     if unsaid := [name for name in ("score_forced", "beam_shrinks") if getattr(rules, name)]:
-        notes.append(f"generate does not support {', '.join(unsaid)}: not written")
+        notes.append(f"settings that `generate` does not support are not written: {', '.join(unsaid)}")
     if rules.at_limit == "scored":
-        notes.append("generate does not add the score of EOS to translations that reach the maximum length")
+        notes.append("`generate` does not add the score of EOS to translations that reach the maximum length")
     longest = LONGEST if search.max_length is None else search.max_length + 1
     fields = {
         "num_beams": beams,
@@ -179,5 +179,5 @@ def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, A
         fields["length_penalty"] = search.length_penalty
         fields["early_stopping"] = {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop]
     if len(rules.forced_ids) > 1:
-        notes.append(f"generate can force only one token: only the first of {list(rules.forced_ids)} is written")
+        notes.append(f"`generate` can force only one token: only the first of {list(rules.forced_ids)} is written")
     return fields, notes

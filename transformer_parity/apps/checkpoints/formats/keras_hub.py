@@ -91,7 +91,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
         search=Search(),
         origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path, *options.vocab])),
         notes=(
-            "the first of the two embeddings is used for the source, which is the order in a functional model",
+            "the first of the two embeddings is used for the source, because a functional model stores the source "
+            "embedding first",
             *said_notes(said, said),
         ),
     )

@@ -164,7 +164,10 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
         "word-penalty": 0,
     }
     (directory / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
-    said = "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml"
+    said = (
+        "the vocabulary is not written because Marian does not support its kind: add a vocabulary that Marian "
+        "supports to model.npz.decoder.yml"
+    )
     return () if decoder["vocabs"] else (said,)
 
 

@@ -104,7 +104,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """
     content = pickles.read(path, pickles.NAMESPACE)
     if not isinstance(content, dict) or not {"model", "generator", "vocab", "opt"} <= content.keys():
-        raise ValueError(f"{path.name} must contain model, generator, vocab and opt, as written by OpenNMT-py")
+        raise ValueError(f"{path.name} must contain model, generator, vocab, and opt, as written by OpenNMT-py")
     settings = read_settings(content["opt"])
     tensors = pickles.arrays(content["model"], f"'model' in {path.name}")
     generator = pickles.arrays(content["generator"], f"'generator' in {path.name}")

@@ -26,7 +26,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
         also = [other for other, left in shared if not left and not other.startswith(words.partition(" of ")[0])]
         words += f" (or {also[0]})" if also else ""
         if len(differ) == 1:
-            return f"only {differ[0].name} differs, the only case with {words}"
+            return f"{differ[0].name} is the only case that differs, and the only case with {words}"
         return f"exactly the cases with {words} differ"
     if len(differ) == 1:  # a single case may satisfy two conditions by chance
         return ""

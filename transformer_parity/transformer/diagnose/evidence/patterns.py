@@ -61,7 +61,7 @@ def rounded_losses(shown: Differing) -> str:
     if any(float(np.float16(shown.actual[name])) == float(shown.actual[name]) for name in losses):  # for example, zero
         return ""
     which = "the loss has" if len(losses) == 1 else f"all {len(losses)} losses that differ have"
-    return f"{which} only float32 precision: compute losses in the dtype of the model"
+    return f"{which} only float32 precision: compute the loss in the dtype of the model"
 
 
 def only_the_loss(shown: Differing) -> str:
@@ -156,7 +156,7 @@ def wrong_parameters(shown: Differing) -> str:
     sentence = f"the {which} of {shown.group(names, 'of ')} {differ(names)}, and {len(agree)} agree"
     if shown.case.config.norm_order != "post":  # tensors aren't in backward-pass order
         return sentence
-    return f"{sentence}; of these, the backward pass computes {names[0].removeprefix('of ')} first"
+    return f"{sentence}; the backward pass computes the gradient of {names[0].removeprefix('of ')} first"
 
 
 def as_small_as_rounding(shown: Differing) -> str:
@@ -242,7 +242,7 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
     if said := circumstances(*([cases[name] for name in sorted(names) if name in cases] for names in (differ, agree))):
         yield said
     elif case.stage != ACTIVATIONS:
-        yield f"these cases differ: {listed(sorted(differ))}; these agree: {listed(agree)}"
+        yield f"cases that differ: {listed(sorted(differ))}; cases that agree: {listed(agree)}"
     for name in agree:
         if name in cases and case.stage == ACTIVATIONS and _shapes(cases[name]) == _shapes(case):
             yield f"{name} has the same shapes and agrees"
@@ -250,7 +250,7 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
     if case.stage == DECODE and case.options.beam_size is not None:
         known = [other for other, _ in others if other.name in agree]
         if len(known) == len(agree) and all(other.options.beam_size is None for other in known):
-            yield "only beam search differs, and greedy search agrees"
+            yield "only cases with beam search differ, and cases with greedy search agree"
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:

@@ -122,7 +122,7 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
     if again is None:
         return ""
     error = distance("output", {"output": again}, {"output": once})
-    return f"two calls on the same input differ (error {error:.0e}): dropout is on, or something else is random"
+    return f"two calls on the same input differ (error {error:.0e}): dropout is enabled, or another operation is random"
 
 
 def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
@@ -132,7 +132,7 @@ def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
     if not max(errors, default=0.0) > ROUNDED_LOSS:
         return ""
     error = f"error {max(errors):.0e}"
-    causes = "dropout is on, something else is random, or state is kept between runs"
+    causes = "dropout is enabled, another operation is random, or the port keeps state between runs"
     return f"the losses of two runs on the same input differ ({error}): {causes}"
 
 
@@ -194,7 +194,10 @@ def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, sa
         alone.append((relative_error(output(loaded, sentence, config)[0], whole[row]), row))
     error, row = max(alone, default=(0.0, 0))
     if not error <= same:
-        yield f"sentence {row} has different logits in a separate batch (error {error:.0e}): other sentences affect it"
+        yield (
+            f"sentence {row} has different logits in a separate batch (error {error:.0e}): other sentences in the "
+            "batch affect its logits"
+        )
 
 
 def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
@@ -213,7 +216,10 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
         return
     error = relative_error(output(loaded, {**sentence, "target_ids": other[:, :-1]}, config), usual)
     if not error <= same:
-        yield f"removing the last target token changes earlier logits (error {error:.0e}): they depend on the length"
+        yield (
+            f"removing the last target token changes earlier logits (error {error:.0e}): the logits depend on the "
+            "target length"
+        )
 
 
 def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
@@ -253,4 +259,4 @@ def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same:
                     f"{side} position{'s' * (len(unseen) > 1)} {', '.join(map(str, unseen))}{last} of sentence {row}"
                 )
                 effect = "no logits" if side == "source" else "no later logits"
-                yield f"replacing the token at {which} changes {effect}: the model does not attend to it"
+                yield f"replacing the token at {which} changes {effect}: the model does not attend to this token"

@@ -122,7 +122,7 @@ def _offset_of(keys: ndarray) -> str:
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
         return ""
     if not offsets[0]:
-        return ": each is at the position of its query"
+        return ": each of these keys is at the position of its query"
     side = "after" if offsets[0] > 0 else "before"
     return f": each is {abs(offsets[0])} position{'s' * int(abs(offsets[0]) > 1)} {side} its query"
 

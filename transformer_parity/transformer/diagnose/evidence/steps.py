@@ -58,8 +58,8 @@ def right_losses(shown: Differing) -> str:
     if not np.linalg.norm(wrong) > LEAST_OF_A_MOVE * np.linalg.norm(moved):
         return ""
     return (
-        f"all {len(losses)} losses agree, so training is correct, but the weights that are returned after a step are "
-        "not those that the next step uses"
+        f"all {len(losses)} losses agree, so training is correct, but the weights that are returned after a step "
+        "differ from the weights that the next step uses"
     )
 
 
@@ -76,7 +76,8 @@ def first_wrong_step(shown: Differing) -> str:
             return f"{sentence}; training restarts after step {restart} with a new optimizer"
         if shown.case.rows:  # the next batch has a different size, which the port may not handle correctly
             return (
-                f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
+                f"{sentence}: the batch of step {first} has a different number of sentences, or the update of step "
+                f"{first - 1} is wrong"
             )
         if first - 1 in shown.case.calls:
             return f"{sentence}: the update of step {first - 1}, or a method that is called after it, is wrong"
@@ -90,7 +91,7 @@ def only_between_steps(shown: Differing) -> str:
     if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
         return ""
     cause = stale_weights(shown.case, shown.actual, shown.truth) or (
-        "for example, they use weights from before the last update, or the model is still in training mode"
+        "for example, these methods use weights from before the last update, or the model is still in training mode"
     )
     return f"all losses and weights agree, and only the results of methods called between steps differ: {cause}"
 
@@ -149,7 +150,7 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
                 methods = " and ".join(METHODS[name.split()[2]] for name in wrong)
                 since = f"after step {older}" if older else "before the first step"
                 or_some = (
-                    ", or some of them" if all(name.endswith(" tokens") for name in wrong) else ""
+                    ", or some of these weights" if all(name.endswith(" tokens") for name in wrong) else ""
                 )  # different weights can lead to the same tokens
                 return f"after step {step}, {methods} used the weights that {part} had {since}{or_some}"
     return ""

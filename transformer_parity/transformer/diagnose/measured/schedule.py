@@ -174,9 +174,9 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     else:
         runs, words = by_factor, f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
     if len(runs) > LISTED:  # a wrong bias correction has the same effect
-        steps = f"its steps are {right}as large as with the learning rates {words}"
+        steps = f"the steps of the port are {right}as large as with the learning rates {words}"
         return f"{steps}: the learning rate or a bias correction differs"
-    return f"its learning rate is {right}{words}"
+    return f"the learning rate of the port is {right}{words}"
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:

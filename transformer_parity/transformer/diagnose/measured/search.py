@@ -141,5 +141,7 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
         found.append(f"the search ends the sentence {everywhere}{', at the maximum length' if at_limit else ''}")
     if all(best[place] == config.eos_id for place in map(tuple, places)):
         shortest = counts.sum(1).min()
-        found.append(f"`forward` would end the sentence {everywhere}, but the search ends none before token {shortest}")
+        found.append(
+            f"`forward` would end the sentence {everywhere}, but the search ends no sentence before token {shortest}"
+        )
     return found

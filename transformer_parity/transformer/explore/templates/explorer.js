@@ -244,7 +244,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     $(".note").textContent = [at.full ? "" : "Norm over the channels at each position.", at.note,
       entry && entry.problem ? `${view.ports[state.port]}: ${entry.problem}.` : "",
       entry && !over(entry) ? "Within tolerance. The difference has a separate color scale." : "",
-      entry ? "" : `${view.ports[state.port]} does not show this tap.`].filter(Boolean).join(" ");
+      entry ? "" : `${view.ports[state.port]} does not report this tap.`].filter(Boolean).join(" ");
     drawHeads(all);
     const both = Math.max(largest(reference), entry ? largest(value) : 0), apart = largest(difference);
     const name = view.ports[state.port], signed = at.full && !at.name.endsWith(".weights") ? "±" : "0 to ";
@@ -297,7 +297,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
       input.type = "radio"; input.name = `port-${root.dataset.number}`; input.checked = number === state.port;
       input.addEventListener("change", () => choose({port: number}));
       label.append(input, view.ports[number]);
-      if (!entry) return line([label, "not shown", "", "", "", ""]);
+      if (!entry) return line([label, "not reported", "", "", "", ""]);
       const known = "values" in entry, mark = entry.verdict === "introduced" ? "◆ introduced here" : entry.verdict;
       line([label, known ? exact(value(i, entry)) : "–", known ? exact(Math.fround(difference(i, entry))) : "–",
         says(entry.error), says(entry.tolerance), mark], entry.verdict);
