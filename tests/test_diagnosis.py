@@ -100,7 +100,7 @@ def test_case_that_cannot_show_a_bug_does_not_refute_it():
 
 
 @pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "except for biases and norms")])
-def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, where):
+def test_decoupled_weight_decay_is_identified_with_its_coefficient(value, where):
     decay = Bug("decay", "", decoupled(value, *([MATRICES] if where else [])))
     case = next(case for case in STEP_CASES if case.name == "steps/port")
     arrays = shown(Candidate((decay,)), case)

@@ -43,7 +43,7 @@ def test_port_is_loaded_from_source_but_installed_packages_are_not(tmp_path):
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_an_installed_port_is_loaded_from_source(tmp_path):
+def test_installed_port_is_loaded_from_source(tmp_path):
     assert loaders(tmp_path, "safetensors.numpy", "safetensors") == "FromSource"
 
 
@@ -70,7 +70,7 @@ def test_namespace_package_named_like_the_reference_is_ignored(tmp_path):
     assert provenance.other_reference([str(tmp_path)]) == ""
 
 
-def test_a_copy_of_the_reference_is_compared_with_its_source(tmp_path):
+def test_copy_of_the_reference_is_compared_with_its_source(tmp_path):
     copied("reference_numpy")(tmp_path)
     assert provenance.other_reference([str(tmp_path)]) == ""
     (tmp_path / "reference_numpy" / "more.py").write_text("")
@@ -85,7 +85,7 @@ def test_loaded_copy_of_the_reference_is_rejected_even_if_identical(tmp_path):
     )
 
 
-def test_the_first_file_of_each_package_is_described():
+def test_first_file_of_each_package_is_described():
     files = {"transformer_jax": "/a/__init__.py", "transformer_jax.masks": "/a/masks.py", "transformer_tf.own": "/b.py"}
     environment = {"version": "1", **{f"file of {name}": file for name, file in files.items()}}
     assert provenance.described_elsewhere(environment) == [
@@ -107,7 +107,7 @@ def test_modified_reference_raises_usage_error(name, monkeypatch):
         known_numbers.check_reference()
 
 
-def test_a_result_lists_the_file_of_every_module(tmp_path):
+def test_result_lists_the_file_of_every_module(tmp_path):
     result = tmp_path / "result.json"
     prepare = written(mine=USER.format(package="transformer_jax"), transformer_jax=OWN)
     run(prepare, *CONSOLE, *CHECK, "--dtype", "float64", "--json", str(result))

@@ -114,7 +114,7 @@ def test_plugin_runs_one_test_per_case_and_dtype_with_skip_reasons(write, start)
         assert reason in result.stdout.str()
 
 
-def test_a_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
+def test_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
     write()
     pytester.makepyfile(test_own="def test_own(): pass")
     assert outcomes(run(FORWARD)) == {"passed": N + 3}

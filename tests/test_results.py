@@ -75,7 +75,7 @@ def prepare(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_command_writes_its_result_in_the_envelope(name, here):
+def test_command_writes_its_result_in_the_envelope(name, here):
     line, code, verdict = RUNS[name]
     prepare(line)
     assert main([*line.split(), "--json", "result.json"]) == code

@@ -312,7 +312,7 @@ class Misspelt(MyPort):
     left_out = {"decode/port_beem": "greedy only"}
 
 
-def test_a_port_without_beam_search_can_be_compared():
+def test_port_without_beam_search_can_be_compared():
     assert verdict_of(GreedyOnly, [DECODE]) == Verdict(AGREES)
 
 
