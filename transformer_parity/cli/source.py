@@ -56,7 +56,7 @@ examples:
 
 
 class Shown(NamedTuple):
-    """The code of one package, with marks for the tokens that differ and a note."""
+    """The code of one package, marks for the tokens that differ from the base, and a note."""
 
     piece: Piece
     marks: Marks

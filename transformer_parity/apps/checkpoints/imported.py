@@ -77,7 +77,7 @@ class Imported:
         origin: Origin of the weights.
         notes: One sentence for each decision that the import had to make because the files are contradictory or
             incomplete.
-        part: Part of the model to which the weights belong, or None if they belong to the entire model.
+        part: Part of the model for which the checkpoint contains weights, or None for the entire model.
         step: Training step of a checkpoint, or None for a weight file.
     """
 

@@ -129,7 +129,7 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
 
 
 def prefix_of(names: Iterable[str], known: str, said: str) -> str:
-    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect the prefix.
+    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect it.
 
     Args:
         names: Names of the tensors.
