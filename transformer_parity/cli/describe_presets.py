@@ -57,7 +57,7 @@ def count(preset: str, vocab_size: int) -> int:
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return how many of the numbers in Table 3 match the presets with a vocabulary of this size, in millions."""
+    """Return how many presets have as many million parameters as in Table 3 if the vocabulary has this size."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 

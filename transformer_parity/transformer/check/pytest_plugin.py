@@ -111,7 +111,7 @@ class Conformance:
         self.tests: list[Test] = []
         # The known-answer tests, by port name, of ports that have run other tests since their last known-answer test.
         self.unchecked: dict[str, TestItem] = {}
-        self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
+        self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
         self.planned: dict[str, str] = {}  # the port of each collected test, by test name, including deselected tests
         self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at the end

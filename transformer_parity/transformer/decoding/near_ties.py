@@ -1,4 +1,4 @@
-"""Comparison of searches: tokens must match unless a near-tie occurs, a decision that depends on rounding errors.
+"""Comparison of searches: tokens must match unless a near-tie (a decision that depends on rounding errors) occurs.
 
 If a port returns a different hypothesis than the reference, its search made a different decision at some step. To find
 this step, the float64 reference computes the best continuations of the prefixes that the port kept at each step. If the

@@ -64,7 +64,8 @@ class Diagnosis:
         confidence: ``exact`` if a candidate reproduces every value, ``likely`` if other evidence points to a cause, and
             ``unknown`` otherwise.
         candidates: Names of the candidates that reproduce every value or, if the confidence is ``likely``, every value
-            of the cases that differ. There are multiple names if the cases can't distinguish between the candidates.
+            in the cases whose results differ from the reference. There are multiple names if the cases can't
+            distinguish between the candidates.
         error: Largest relative error between the port and the first candidate; infinite if there is no candidate.
         runner_up: Name of the candidate with the smallest error among the candidates that don't reproduce every value.
         next_error: Relative error of this candidate: its largest error up to the first tensor that it doesn't

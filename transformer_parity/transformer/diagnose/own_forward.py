@@ -44,7 +44,8 @@ def beside_forward(
         shown: Cases of one stage, each with the port's tensors, or None if they agree with the reference.
 
     Returns:
-        A sentence about the first case in which either is true; empty if there is none.
+        A sentence about the first case in which ``forward`` is wrong or the search contradicts it; empty if there is
+        none.
     """
     for case, tensors in shown:
         if tensors is None or case.block:

@@ -101,7 +101,7 @@ def sha256(content: bytes) -> str:
 
 
 def find(path: str | Path) -> dict[str, Path]:
-    """Return the directories that contain golden vectors, by model name.
+    """Return a dict from model names to the directories that contain their golden vectors.
 
     If the path itself contains golden vectors, it has the name "". Otherwise, its subdirectories are searched.
 

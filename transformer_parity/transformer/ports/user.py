@@ -43,8 +43,8 @@ class Port:
 
     Attributes:
         name: Display name in reports. If empty, the class name is used.
-        preset: The name of the preset, a set of published conventions, that the model follows. The names are the keys
-            of ``transformer_spec.config.PRESETS``.
+        preset: The name of the preset that the model follows. A preset is a set of published conventions. The names are
+            the keys of ``transformer_spec.config.PRESETS``.
         overrides: The values of the ``TransformerConfig`` fields in which the model differs from the preset. The fields
             include both conventions and sizes.
         dtypes: The dtypes that the model supports. Without float64, the check can't distinguish a bug from a rounding

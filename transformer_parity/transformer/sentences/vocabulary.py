@@ -26,7 +26,7 @@ class Vocabulary(ABC):
     """The vocabulary of a trained model, with the token IDs that the model uses.
 
     Args:
-        files: The content of the files that define the vocabulary, by name.
+        files: A dict from file names to the content of the files that define the vocabulary.
 
     Attributes:
         kind: Name that identifies this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds

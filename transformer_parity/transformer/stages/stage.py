@@ -28,8 +28,8 @@ class Expected:
 
     Attributes:
         tensors: The reference's float64 tensors by name, in the order of computation.
-        tolerances: Maximum allowed error by tensor name. Tensors of a search are not included, because their
-            tolerances depend on the result of the search.
+        tolerances: Dict from tensor names to maximum allowed errors. Tensors of a search are not included, because
+            their tolerances depend on the result of the search.
         exact: The reference in float64, for searches.
         rounded: The float32 reference if the dtype is float32, else None.
     """

@@ -82,7 +82,7 @@ class Differing:
 
 
 def described(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return a description that fits the named parameters but no others in ``every``, or else the first names."""
+    """Return a description that fits only ``names`` among the parameters in ``every``, or a list of the first names."""
     some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
     layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
     places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}
