@@ -2,8 +2,8 @@
 
 If a port returns a different hypothesis than the reference, its search made a different decision at some step. To find
 this step, the float64 reference computes the best continuations of the prefixes that the port kept at each step. If the
-port then kept a worse continuation, the decision is a near-tie if the difference is at most the rounding noise of the
-reference in the working dtype. A larger difference is a divergence.
+port kept a worse continuation and the difference is at most the rounding noise of the reference in the working dtype,
+the decision is a near-tie. A larger difference is a divergence.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class _BeamFollower:
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # the search stops if all scores in the pool exceed this
+        needed = -math.inf if stop == "first" else attainable  # the search stops if the pool's scores exceed this
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)

@@ -72,7 +72,7 @@ def write(
 
 
 class _Weights:
-    """The weight files in a directory. Each different set of weights has a file, and the first is named ``WEIGHTS``."""
+    """The weight files in a directory. Each distinct set of weights has a file. The first one is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config

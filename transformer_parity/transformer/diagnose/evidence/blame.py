@@ -143,10 +143,10 @@ def _harmless(name: str, value: ndarray) -> ndarray:
 
 
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
-    """Mark contexts as inheriting their difference if the port's attention weights don't add up to one.
+    """Mark differences in attention outputs (``context``) as inherited if the attention weights don't add up to one.
 
     The sum is too small if the port pads its keys and doesn't record the weights of the added keys. A rerun then can't
-    correct the weights of these keys, so the context remains wrong even if it only inherits the difference.
+    correct the weights of these keys, so the attention output remains wrong even if it only inherits the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
