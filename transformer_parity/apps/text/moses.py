@@ -1,4 +1,4 @@
-"""Vocabularies for fairseq and Hugging Face's FSMT, which use the Moses tokenizer and byte-pair encoding."""
+"""Vocabularies with the Moses tokenizer and byte-pair encoding, for fairseq and Hugging Face's FSMT."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class _BeamFollower:
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # the search stops if the pool's scores exceed this
+        needed = -math.inf if stop == "first" else attainable  # the search stops if every score in the pool is higher
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)

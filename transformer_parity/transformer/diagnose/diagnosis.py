@@ -44,8 +44,8 @@ EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
 PLACED = 1000  # approximate maximum number of attempts with one bug in one place
-# Description of the value that a tap must record, by the end of its name. Published code often records a different
-# value.
+# Maps the end of a tap's name to a description of the value that the tap must record. Published code often records a
+# different value.
 MEANINGS = {
     "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
     ".scores": "the scores after scaling and before the mask",

@@ -61,7 +61,7 @@ class LoadedPackage:
         self.parts: dict[str, Any] = {}  # maps a name to the separately loaded encoder or decoder
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name."""
+        """Return all parameters, keyed by canonical name."""
         return self.model.export_weights()
 
     def run(

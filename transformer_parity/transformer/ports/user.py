@@ -86,7 +86,7 @@ class Port:
         raise NotImplementedError
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return all current parameters by canonical name, including any updates from training."""
+        """Return all current parameters, including any updates from training, keyed by canonical name."""
         raise NotImplementedError
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
@@ -209,7 +209,7 @@ class LoadedPlugin:
     config: TransformerConfig
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name."""
+        """Return all parameters, keyed by canonical name."""
         return _arrays(self.ability("export_weights")())
 
     def run(

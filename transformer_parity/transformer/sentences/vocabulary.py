@@ -154,7 +154,7 @@ def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> di
 
 
 def most_tokens(config: TransformerConfig) -> int:
-    """Return the maximum number of tokens in a sentence, which the number of learned positions may limit."""
+    """Return the maximum number of tokens in a sentence. The number of learned positions may limit this maximum."""
     return min(config.max_positions or LONGEST, LONGEST)
 
 

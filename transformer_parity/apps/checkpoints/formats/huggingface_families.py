@@ -146,7 +146,7 @@ OUT_OF_SCOPE = {
 }
 NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # unsupported entries in config.json
 
-ACTIVATIONS = {  # activation names in this project, by their names in transformers
+ACTIVATIONS = {  # maps the names of activations in transformers to their names in this project
     **{"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "swish": "swish", "silu": "swish"},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
 }

@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # patterns for the end of parameter names, by the description of the parameters
+KINDS = {  # maps a description of parameters to a pattern for the end of their names
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # patterns for the end of parameter names, by the description of the 
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # patterns for the beginning of parameter names, by the description of their place
+PLACES = {  # maps a description of parameters' location to a pattern for the start of their names
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
