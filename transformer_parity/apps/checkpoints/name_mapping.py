@@ -132,7 +132,7 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor by name, after checking that it is a matrix so that config fields can be inferred from its shape.
+    """Return the matrix with the given name. Config fields can be inferred from its shape.
 
     Raises:
         ValueError: If the tensor is missing or is not a matrix.

@@ -109,7 +109,7 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # The known-answer tests, by port name, of ports that have run other tests since their last known-answer test.
+        # Maps a port's name to its known-answer test, if the port has run other tests since its last known-answer test.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed

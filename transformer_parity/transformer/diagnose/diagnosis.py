@@ -106,8 +106,8 @@ def diagnose(
         port: The port's name in messages.
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try, or None to try all known bugs and conventions.
-        others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
-            An exact candidate must also reproduce these cases.
+        others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
+            reference in a case, its tensors are None. An exact candidate must also reproduce these cases.
     """
     known = candidates(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)

@@ -109,7 +109,8 @@ def of_tensors(
         found: The diagnosis.
         differing: The tensors of the case, and which of them differ.
         findings: Findings about the stage of the case.
-        others: Other cases of the model, with the port's tensors, or None if they agree with the reference.
+        others: Pairs of a different case of the model and the port's tensors. If the port agrees with the reference in
+            a case, its tensors are None.
         measured: Function that adds statements based on measurements in gradients, steps, and searches. These
             statements are more specific than patterns.
     """

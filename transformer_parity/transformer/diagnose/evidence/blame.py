@@ -126,7 +126,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(
         loaded, LoadedPlugin
-    )  # a test verifies that the rest of our packages' computations uses the value that a tap returns
+    )  # a test verifies that our packages continue the computation with the value that a tap returns
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
     subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
@@ -179,7 +179,7 @@ def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject:
 
 
 def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
-    """Return whether the rest of a port's computation uses the value that each tap returns."""
+    """Return whether a port continues its computation with the value that each tap returns."""
     for name, value in given.items():
         found = rerun({name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):
