@@ -198,7 +198,7 @@ class _BeamFollower:
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # margins in nats of these hypotheses in the beam; negative if outside
+        self.inside: dict[Tokens, float] = {}  # maps a hypothesis to its margin in nats; negative if outside the beam
         self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:

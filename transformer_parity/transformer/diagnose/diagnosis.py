@@ -107,7 +107,7 @@ def diagnose(
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try, or None to try all known bugs and conventions.
         others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
-            reference in a case, its tensors are None. An exact candidate must also reproduce these cases.
+            reference in a case, None replaces the tensors. An exact candidate must also reproduce these cases.
     """
     known = candidates(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)

@@ -42,7 +42,7 @@ def beside_forward(
         port: The port to rerun.
         placement: Float64 and the device on which to run the port.
         shown: Pairs of a case and the port's tensors, all in one stage. If the port agrees with the reference in a
-            case, its tensors are None.
+            case, None replaces the tensors.
 
     Returns:
         A sentence about the first case in which ``forward`` is wrong or the search contradicts it; empty if there is

@@ -110,7 +110,7 @@ def of_tensors(
         differing: The tensors of the case, and which of them differ.
         findings: Findings about the stage of the case.
         others: Pairs of a different case of the model and the port's tensors. If the port agrees with the reference in
-            a case, its tensors are None.
+            a case, None replaces the tensors.
         measured: Function that adds statements based on measurements in gradients, steps, and searches. These
             statements are more specific than patterns.
     """

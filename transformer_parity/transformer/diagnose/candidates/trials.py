@@ -55,7 +55,7 @@ class Trials:
         case: The case that the port ran.
         actual: The port's tensors, in the order of computation.
         others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
-            reference in a case, its tensors are None.
+            reference in a case, None replaces the tensors.
         names: Names of the tensors to compare, in ``case`` and in ``others``.
     """
 
