@@ -247,7 +247,7 @@ def print_result(console: Console, result: CheckResult) -> None:
 
 
 def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
-    """Return the interpreters that ``--isolate`` assigns to ports, by port.
+    """Return a dict from ports to the interpreters that ``--isolate`` specifies for them.
 
     Args:
         isolate: The values of ``--isolate``.

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(recording: Recording) -> str:
-    """Return a sentence that reports the first tap in each port whose error exceeds the tolerance."""
+    """Return a sentence that reports, for each port, the first tap whose error exceeds the tolerance."""
     wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
     if not wrong:
         return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
-    """Return the configs of the models to write, by subdirectory.
+    """Return a dict from subdirectories to the configs of the models to write.
 
     If there is only one model, the key is an empty string, because the model is written to the directory itself.
     """

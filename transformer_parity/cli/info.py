@@ -243,7 +243,7 @@ def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
     """Yield a line for each backend whose matmul throughput is less than 60% of the best throughput on this machine.
 
     Args:
-        backends: The results of ``describe_backend`` by backend.
+        backends: A dict from backend names to the results of ``describe_backend``.
         load: The load average before the measurement. If the load is high, the measured throughputs aren't comparable.
     """
     words = {RATE: "{}", BY_ONEDNN: "{} with oneDNN"}

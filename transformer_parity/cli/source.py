@@ -56,7 +56,7 @@ examples:
 
 
 class Shown(NamedTuple):
-    """The code of one package, with marks for the tokens that differ and a note."""
+    """The code of one package, marks for the tokens that differ between packages, and a note."""
 
     piece: Piece
     marks: Marks
@@ -134,7 +134,7 @@ def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[s
 
 
 def _pointed(shown: Shown) -> str:
-    """Return the code with a comment below each line that differs. The comment points to the tokens with ``^``."""
+    """Return the code with a comment below each line with marks. The comment points to the marked tokens with ``^``."""
     lines, start = [], 0
     for line in shown.piece.code.split("\n"):
         lines.append(line)

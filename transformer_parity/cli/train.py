@@ -183,7 +183,7 @@ def _set_up(options: argparse.Namespace, directory: Path) -> Setup:
         if options.out:
             _check_unused(options.out)
         elif (directory / LOG).exists():
-            read_log(directory)  # raises an error now, rather than at the end of the run, if the log is damaged
+            read_log(directory)  # if the log is damaged, raises an error now rather than at the end of the run
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, directory, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):

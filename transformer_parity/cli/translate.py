@@ -215,7 +215,7 @@ def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Convert exceptions that the input, a file, a device, or a lack of memory causes to a UsageError."""
+    """Raise a UsageError instead of an exception that the input, a file, a device, or a lack of memory causes."""
     with refusals(OSError, RuntimeError, ValueError):
         try:
             yield
@@ -285,7 +285,7 @@ def _count_lines(path: Path | None) -> int | None:
 
 
 def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]) -> dict[str, LoadedPort]:
-    """Load the model in each backend, and return the loaded ports by backend."""
+    """Load the model in each backend, and return a dict from backend names to loaded ports."""
     loaded: dict[str, LoadedPort] = {}
     for name in backends:
         device = "cpu" if options.compare and name == "numpy" else options.device

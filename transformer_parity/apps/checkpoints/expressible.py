@@ -18,7 +18,8 @@ def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[obje
 
     Args:
         config: Config of the model to export.
-        needed: Supported values of each restricted field, by field name. All other fields may have any value.
+        needed: Dict from the name of each restricted field to its supported values. All other fields may have any
+            value.
         program: Name of the program, for error messages.
 
     Raises:

@@ -30,7 +30,7 @@ class Origin:
         format: Format of the imported checkpoint, such as ``hf`` or ``marian``.
         family: Name of the model's architecture in that format, such as ``m2m_100``.
         preset: The most similar preset of this project.
-        files: SHA-256 hash of each file that was read, by file name.
+        files: Dict from the name of each file that was read to its SHA-256 hash.
         license: License specified in the files, or None if the files do not specify a license.
     """
 
@@ -77,7 +77,7 @@ class Imported:
         origin: Origin of the weights.
         notes: One sentence for each decision that the import had to make because the files are contradictory or
             incomplete.
-        part: Part of the model to which the weights belong, or None if they belong to the entire model.
+        part: Part of the model for which the checkpoint contains weights, or None for the entire model.
         step: Training step of a checkpoint, or None for a weight file.
     """
 
@@ -92,7 +92,7 @@ class Imported:
 
 
 def sha256_of(paths: Iterable[Path], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:
-    """Return the SHA-256 hash of each file, by file name.
+    """Return a dict from the name of each file to its SHA-256 hash.
 
     Args:
         paths: Files with distinct names.

@@ -30,9 +30,9 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# Each format's module in ``formats`` and short description. All modules define ``recognizes`` and ``read``. A module
-# also defines ``write`` if models can be exported to its format. If multiple modules recognize a path, the first one in
-# this dict is used.
+# For each format: its module in ``formats`` and a short description. All modules define ``recognizes`` and ``read``. A
+# module also defines ``write`` if models can be exported to its format. If multiple modules recognize a path, the first
+# one in this dict is used.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),
     "hf": ("huggingface", "a Hugging Face directory with config.json"),
@@ -270,7 +270,7 @@ def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[objec
     """Return the config fields that differ from a preset, excluding sizes, IDs, and training settings.
 
     Returns:
-        The preset's value and the config's value of each field that differs, by field name.
+        Dict from the name of each differing field to a pair of its values: first the preset's value, then the config's.
     """
     usual = {
         **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),

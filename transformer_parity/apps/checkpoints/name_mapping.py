@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Row]:
-    """Fill in the placeholders in a table, and return each parameter's row by canonical name.
+    """Fill in the placeholders in a table, and return a dict from each parameter's canonical name to its row.
 
     Raises:
         ValueError: If two rows of the table describe the same parameter.
@@ -72,7 +72,7 @@ def take(
 
     Args:
         table: Table of names for the format.
-        tensors: Arrays by name in the other format.
+        tensors: Dict from names in the other format to arrays.
         config: Config of the model.
         ignored: Glob patterns that match the names of tensors that are not weights.
 
@@ -132,7 +132,7 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor by name, after checking that it is a matrix so that config fields can be inferred from its shape.
+    """Return the matrix with the given name. Config fields can be inferred from its shape.
 
     Raises:
         ValueError: If the tensor is missing or is not a matrix.

@@ -21,7 +21,7 @@ OF_VOCABULARY = {  # parameters that have a vocabulary axis, with the index of t
 def append_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append a token to both vocabularies that serves as the padding and BOS token and whose embedding is zero.
+    """Append a token with a zero embedding to both vocabularies. It serves as the padding and BOS token.
 
     The token has the same ID in both vocabularies. If the vocabularies have different sizes, the smaller vocabulary is
     first extended to the size of the larger one. The output bias of the appended tokens ensures that they are never

@@ -120,11 +120,11 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
         say: Function that is called with a progress message before each computation.
 
     Returns:
-        One entry per comparison of logits, and one entry for the translations, whose error is the fraction of
-        translations that differ. For models with sinusoidal positional encodings, the logits are compared twice, once
-        with transformers' own position tables and once with exact tables, because transformers rounds its tables to
-        float32. If the library is not installed or does not support this format, the only entry is a skipped
-        comparison.
+        One entry per comparison of logits, and one entry for the translations. The error in the entry for the
+        translations is the fraction of translations that differ. For models with sinusoidal positional encodings, the
+        logits are compared twice, once with transformers' own position tables and once with exact tables, because
+        transformers rounds its tables to float32. If the library is not installed or does not support this format, the
+        only entry is a skipped comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:

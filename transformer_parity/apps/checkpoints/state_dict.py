@@ -129,7 +129,7 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
 
 
 def prefix_of(names: Iterable[str], known: str, said: str) -> str:
-    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect the prefix.
+    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect it.
 
     Args:
         names: Names of the tensors.
@@ -178,7 +178,7 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
 
 
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
-    """Return a note that lists the config values from the user, which cannot be verified by comparing backends."""
+    """Return a note that lists the user's config values. A comparison of backends cannot verify these values."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
     return (
         f"the file does not specify these settings, so your values are used: {own}. The comparison of the backends "

@@ -57,7 +57,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _seen_in(states: dict[str, Iterable[str]]) -> tuple[str | None, str]:
-    """Return the format and the hint for a file, given the names under each key. The top level has an empty key."""
+    """Return the format and the hint for a file, given its tensor names under each key ("" is the top level)."""
     for key, held in states.items():
         names = [name for name in held if isinstance(name, str)]
         if any(f".{name}".endswith(f".{torch_nn.FIRST}") for name in names):

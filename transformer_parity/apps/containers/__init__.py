@@ -1,1 +1,1 @@
-"""Readers for other software's file formats, which return NumPy arrays and never run code from a file."""
+"""Readers that convert other software's files to NumPy arrays and never run code from a file."""

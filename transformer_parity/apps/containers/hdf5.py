@@ -17,7 +17,7 @@ DEEPEST = 32  # maximum nesting depth of groups
 
 
 def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
-    """Return all datasets in an HDF5 file as arrays, by path in the file. All datasets must be numeric.
+    """Return all datasets in an HDF5 file as a dict from paths within the file to arrays. All datasets must be numeric.
 
     Args:
         path: File to read. If ``content`` is specified, ``path`` is only used in error messages.

@@ -28,7 +28,7 @@ HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.re
 
 
 def read(path: str | Path) -> dict[str, ndarray]:
-    """Return all arrays in a ``.npz`` file, by name.
+    """Return a dict with all arrays in a ``.npz`` file, keyed by name.
 
     Raises:
         OSError: If the file cannot be read.

@@ -149,7 +149,7 @@ def read_tensors(path: Path) -> dict[str, ndarray]:
 
 
 def arrays(state: Any, what: str) -> dict[str, ndarray]:
-    """Read the tensors in a state dict, and return them as arrays by name.
+    """Read the tensors in a state dict, and return a dict from their names to arrays.
 
     If two names refer to the same part of a storage with the same shape and strides, they map to the same array object.
 

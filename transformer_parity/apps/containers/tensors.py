@@ -18,7 +18,7 @@ MOST_HEADER = 4 * MIB  # maximum header size in bytes, enough for about 40,000 t
 
 
 def read(path: Path) -> dict[str, ndarray]:
-    """Return the tensors in one safetensors file, by name.
+    """Return a dict with the tensors in one safetensors file, keyed by name.
 
     Raises:
         OSError: If the file cannot be read.

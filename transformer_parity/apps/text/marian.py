@@ -24,10 +24,11 @@ class MarianVocabulary(Vocabulary):
     A line may start with a token that specifies the target language, such as ``>>deu<<``. ``between`` adds this token.
 
     Args:
-        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. Without
-            these models, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. Without an ID
-            table, the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a
-            separate ID table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
+        files: Dict from file names to the content of the files. ``source.spm`` and ``target.spm`` are the SentencePiece
+            models. Without these models, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table.
+            Without an ID table, the IDs in the SentencePiece models are used. ``target_vocab.json`` or
+            ``target_vocab.yml`` is a separate ID table for the target. ``tokenizer_config.json`` contains Hugging
+            Face's settings.
 
     Raises:
         ValueError: If a file is missing or invalid.

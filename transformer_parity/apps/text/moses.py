@@ -1,4 +1,4 @@
-"""Vocabularies for fairseq and Hugging Face's FSMT, which use the Moses tokenizer and byte-pair encoding."""
+"""Vocabularies with the Moses tokenizer and byte-pair encoding, for fairseq and Hugging Face's FSMT."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class MosesVocabulary(Vocabulary):
     """A vocabulary that splits lines with the Moses tokenizer and splits words with byte-pair encoding.
 
     Args:
-        files: Content of each file, by name. For FSMT, the files are ``vocab-src.json``, ``vocab-tgt.json``,
-            ``merges.txt``, and ``tokenizer_config.json``, which specifies the languages. For fairseq, the files are
-            ``dict.src.txt``, ``dict.tgt.txt``, and, optionally, ``bpecodes`` or ``sentencepiece.bpe.model``. If there
-            is a SentencePiece model, this model splits the lines instead of Moses. If there are neither byte-pair
-            encoding merges nor a SentencePiece model, lines are split at spaces.
+        files: Dict from file names to the content of the files. For FSMT, the files are ``vocab-src.json``,
+            ``vocab-tgt.json``, ``merges.txt``, and ``tokenizer_config.json``, which specifies the languages. For
+            fairseq, the files are ``dict.src.txt``, ``dict.tgt.txt``, and, optionally, ``bpecodes`` or
+            ``sentencepiece.bpe.model``. If there is a SentencePiece model, it replaces Moses for splitting lines. If
+            there are neither byte-pair encoding merges nor a SentencePiece model, lines are split at spaces.
 
     Raises:
         UsageError: If ``sacremoses`` is required but not installed.

@@ -60,12 +60,13 @@ FORMS = {
 class MultilingualVocabulary(Vocabulary):
     """A vocabulary that consists of SentencePiece pieces and one token per language.
 
-    If there is a ``tokenizer.json``, the tokenizer in this file splits the lines instead of the SentencePiece model.
-    The two tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
+    If there is a ``tokenizer.json``, its tokenizer replaces the SentencePiece model for splitting lines. The two
+    tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
-        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``sentencepiece.bpe.model``
-            and, for M2M100, ``vocab.json``. They may include ``tokenizer_config.json`` with Hugging Face's settings.
+        files: Dict from file names to the content of the files. The files must include ``tokenizer.json``, or
+            ``sentencepiece.bpe.model`` and, for M2M100, ``vocab.json``. They may include ``tokenizer_config.json`` with
+            Hugging Face's settings.
         kind: Model family, a key of ``FORMS``.
 
     Raises:
@@ -167,8 +168,8 @@ class TokenizerVocabulary(Vocabulary):
     The template specifies the special tokens that are added to each line.
 
     Args:
-        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``vocab.json`` and
-            ``merges.txt``. They may include ``tokenizer_config.json``.
+        files: Dict from file names to the content of the files. The files must include ``tokenizer.json``, or
+            ``vocab.json`` and ``merges.txt``. They may include ``tokenizer_config.json``.
 
     Raises:
         UsageError: If ``tokenizers`` is not installed.

@@ -1,4 +1,4 @@
-"""Training data, which is either generated dates or text from two files, and default settings for both tasks."""
+"""Training data (generated dates or text from two files), and default settings for both tasks."""
 
 from __future__ import annotations
 

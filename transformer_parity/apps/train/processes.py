@@ -70,7 +70,8 @@ class Ended:
     Attributes:
         step: Number of steps that have been taken.
         seconds: Training time in seconds.
-        reached: Loss and score by model, or None if the run was stopped before the last step.
+        reached: Dict from the name of each model to its loss and score, or None if the run was stopped before the last
+            step.
     """
 
     step: int

@@ -64,7 +64,7 @@ class Status:
 
     Attributes:
         step: Number of steps taken so far.
-        losses: Loss at the last step, by backend.
+        losses: Dict from backend names to the losses at the last step.
         learning_rate: Learning rate at the last step.
         tokens_per_second: Average number of target tokens per second since the previous status.
     """

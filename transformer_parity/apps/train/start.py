@@ -31,7 +31,7 @@ class Setup:
         corpus: Training data and held-out data.
         config: Config of the model.
         settings: Settings of the trainer.
-        weights: Initial weights by canonical name.
+        weights: Initial weights, one array per canonical name.
         plan: Length of the run and frequency of validation and checkpoints.
         tokens_per_batch: Maximum number of positions per batch.
         seed: Random seed for weights, batches, and dropout.

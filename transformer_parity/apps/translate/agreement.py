@@ -24,10 +24,10 @@ class TranslationComparison:
 
     Attributes:
         line: Line that was translated.
-        said: Each backend's best hypothesis. Empty if all translations are identical or if the line is blank or too
-            long.
-        doubts: Decisions of each backend's search that differ from the reference's decisions. Empty in the same cases
-            as ``said``.
+        said: Dict from backend names to the best hypotheses. Empty if all translations are identical or if the line is
+            blank or too long.
+        doubts: Dict from backend names to the search decisions that differ from the reference's decisions. Empty in the
+            same cases as ``said``.
     """
 
     line: Line

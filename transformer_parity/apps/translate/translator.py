@@ -70,7 +70,7 @@ class Translator:
         """Translate the same batches with multiple ports. If translations differ, compare the ports' decisions.
 
         Args:
-            ports: Loaded ports by backend.
+            ports: Dict from backend names to loaded ports.
             scorer_of: Function that creates the reference's scorer for a sentence, given the sentence's padded IDs.
             lines: Lines to translate.
             progress: Function that is called after each batch, with the backend and the number of sentences.

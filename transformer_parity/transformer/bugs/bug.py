@@ -51,7 +51,7 @@ class Bug:
 
 
 Entry = Edits | partial[Bug]
-Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a pair of a tap and a case, to its bugs by name
+Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a pair of a tap and a case, to a dict from name to bug
 
 
 def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:

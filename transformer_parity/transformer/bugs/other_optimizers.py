@@ -6,8 +6,8 @@ from transformer_parity.transformer.bugs.bug import Edits, Table, changed, inste
 from transformer_parity.transformer.bugs.optimizer import CLIPPED, WRITTEN_OUT
 from transformer_parity.transformer.bugs.training import FIRST, LOSS, SECOND, WEIGHT
 
-# Adam's formulas by the name of the computed variable. The code defined in NUMBERS gives the hyperparameters the same
-# names in NumPy and PyTorch.
+# Adam's formulas, keyed by the name of the computed variable. The code defined in NUMBERS gives the hyperparameters the
+# same names in NumPy and PyTorch.
 ADAM = {
     "g": "g = g",
     "m": "m += (1.0 - beta1) * (g - m)",
@@ -111,8 +111,8 @@ def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
     """Return edits that skip the update in the first step.
 
     Args:
-        numpy: Additional replacements in the code that calls NumPy's optimizer, by the text to replace.
-        torch: Additional replacements in the code that calls PyTorch's optimizer, by the text to replace.
+        numpy: Additional replacements in the code that calls NumPy's optimizer, as a dict from old to new text.
+        torch: Additional replacements in the code that calls PyTorch's optimizer, as a dict from old to new text.
     """
     new = {}
     for port, replaced in (("numpy", numpy), ("torch", torch)):

@@ -1,4 +1,4 @@
-"""Bugs in models that users of published ports have reported (see docs/reported-bugs.md), by part of the model."""
+"""Bugs that users of published ports have reported in models (see docs/reported-bugs.md), by part of the model."""
 
 from __future__ import annotations
 

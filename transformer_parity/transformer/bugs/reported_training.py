@@ -1,4 +1,4 @@
-"""Bugs in training and in searches that users of published ports have reported (see docs/reported-bugs.md)."""
+"""Bugs that users of published ports have reported in training and in searches (see docs/reported-bugs.md)."""
 
 from __future__ import annotations
 

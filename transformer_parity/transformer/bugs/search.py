@@ -84,7 +84,7 @@ def reordered(layers: str) -> Edits:
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
-NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # names of n-grams by length
+NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # maps the length of an n-gram to its name
 
 
 def ruled(rules: str) -> Edits:

@@ -45,7 +45,7 @@ CASES = {
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),
-        steps("steps/large_epsilon", epsilon=1e-4),  # as large as gradients, so that its position matters
+        steps("steps/large_epsilon", epsilon=1e-4),  # as large as the gradients, so its position in the formula matters
         steps("steps/clipped", clip_norm=0.5),
         steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
@@ -75,7 +75,7 @@ def in_training(torch: Change | None, jax: Change | None, tf: Change | None, num
 
 
 def also_in_torch(edits: Edits, *changes: Change) -> Edits:
-    """Add edits for PyTorch, which counts the tokens of a batch in a separate place, before computing the loss."""
+    """Add edits for PyTorch, which counts the tokens of a batch in a separate line, before computing the loss."""
     return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
 
 

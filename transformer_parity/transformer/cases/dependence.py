@@ -28,7 +28,7 @@ def why_nothing_shows(config: TransformerConfig, weights: Mapping[str, ndarray])
 
     Args:
         config: Config of the model.
-        weights: Parameters of the model by canonical name.
+        weights: Parameters of the model, one array per canonical name.
     """
     for side in ("source", "target"):
         if getattr(config, f"{side}_vocab_size") < 3:

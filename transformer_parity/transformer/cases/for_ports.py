@@ -1,4 +1,4 @@
-"""The cases for user ports, which run the full model with the port's conventions in all stages."""
+"""The cases for user ports. In every stage, they use the full model with the port's conventions."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def padding_mask(length: int, *lengths: int) -> ndarray:
 
 
 def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
-    """Return the batches for full models by name, starting with the hardest one."""
+    """Return a dict from names to batches for full models, starting with the hardest batch."""
     ids = token_ids(config)
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id

@@ -1,9 +1,9 @@
 """A cache on disk that stores the programs that XLA has compiled, so that later runs can load them.
 
 JAX and TensorFlow look up a program by its full text, never by a name. JAX also includes the compiler options and the
-JAX version in the key, and it recompiles a program if the file is incomplete. TensorFlow ignores its own version and
-fails if it can't read a program. Therefore, each TensorFlow version uses a separate directory, and programs whose
-checksum doesn't match are deleted.
+JAX version in the key, and it recompiles a program if the file is incomplete. TensorFlow doesn't include its version in
+the key, and it raises an error if it can't read a program. Therefore, each TensorFlow version uses a separate
+directory, and programs whose checksum doesn't match are deleted.
 """
 
 from __future__ import annotations

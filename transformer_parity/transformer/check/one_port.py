@@ -55,7 +55,7 @@ class _PortProcess:
         self.job = job
         self.doing = ""
         self.describe: Callable[[], dict[str, str]] = dict
-        self.spent: defaultdict[str, float] = defaultdict(float)  # CPU seconds by task
+        self.spent: defaultdict[str, float] = defaultdict(float)  # maps a task to the CPU time in seconds
 
     def spend(self, what: str) -> None:
         """Record the CPU time used since the previous call under ``what``."""

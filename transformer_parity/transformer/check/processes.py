@@ -54,7 +54,8 @@ def run_all(
 
     Args:
         ports: Ports to compare.
-        interpreters: Paths of Python interpreters by port, for ports that use a different interpreter.
+        interpreters: Dict from names of ports to the paths of their Python interpreters. All other ports use the
+            current interpreter.
         timeout: Seconds without a message, not including waits for a processor, after which a process is stopped. None
             disables the limit.
     """

@@ -109,11 +109,11 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # The known-answer tests, by port name, of ports that have run other tests since their last known-answer test.
+        # Maps a port's name to its known-answer test, if the port has run other tests since its last known-answer test.
         self.unchecked: dict[str, TestItem] = {}
-        self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
+        self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
-        self.planned: dict[str, str] = {}  # the port of each collected test, by test name, including deselected tests
+        self.planned: dict[str, str] = {}  # maps the name of each collected or deselected test to its port
         self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at the end
         self.files: list[str] = []  # files that shadow modules of this package
         self.missing: list[str] = []  # reasons why the comparison is incomplete

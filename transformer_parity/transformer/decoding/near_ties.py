@@ -1,9 +1,9 @@
-"""Comparison of searches: tokens must match unless a near-tie occurs, a decision that depends on rounding errors.
+"""Comparison of searches: tokens must match unless a near-tie (a decision that depends on rounding errors) occurs.
 
 If a port returns a different hypothesis than the reference, its search made a different decision at some step. To find
 this step, the float64 reference computes the best continuations of the prefixes that the port kept at each step. If the
-port then kept a worse continuation, the decision is a near-tie if the difference is at most the rounding noise of the
-reference in the working dtype. A larger difference is a divergence.
+port kept a worse continuation and the difference is at most the rounding noise of the reference in the working dtype,
+the decision is a near-tie. A larger difference is a divergence.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _BeamFollower:
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # margins in nats by which they are in the beam; negative if outside
+        self.inside: dict[Tokens, float] = {}  # maps a hypothesis to its margin in nats; negative if outside the beam
         self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
@@ -279,7 +279,7 @@ class _BeamFollower:
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # the search stops if all scores in the pool exceed this
+        needed = -math.inf if stop == "first" else attainable  # the search stops if every score in the pool is higher
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)

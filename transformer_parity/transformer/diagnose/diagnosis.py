@@ -44,8 +44,8 @@ EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
 PLACED = 1000  # approximate maximum number of attempts with one bug in one place
-# Description of the value that a tap must record, by the end of its name. Published code often records a different
-# value.
+# Maps the end of a tap's name to a description of the value that the tap must record. Published code often records a
+# different value.
 MEANINGS = {
     "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
     ".scores": "the scores after scaling and before the mask",
@@ -64,7 +64,8 @@ class Diagnosis:
         confidence: ``exact`` if a candidate reproduces every value, ``likely`` if other evidence points to a cause, and
             ``unknown`` otherwise.
         candidates: Names of the candidates that reproduce every value or, if the confidence is ``likely``, every value
-            of the cases that differ. There are multiple names if the cases can't distinguish between the candidates.
+            in the cases whose results differ from the reference. There are multiple names if the cases can't
+            distinguish between the candidates.
         error: Largest relative error between the port and the first candidate; infinite if there is no candidate.
         runner_up: Name of the candidate with the smallest error among the candidates that don't reproduce every value.
         next_error: Relative error of this candidate: its largest error up to the first tensor that it doesn't
@@ -105,8 +106,8 @@ def diagnose(
         port: The port's name in messages.
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try, or None to try all known bugs and conventions.
-        others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
-            An exact candidate must also reproduce these cases.
+        others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
+            reference in a case, None replaces the tensors. An exact candidate must also reproduce these cases.
     """
     known = candidates(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)

@@ -304,7 +304,10 @@ class Investigation:
         return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
-        """Report that two calls on the same input return different results. Return "" if they agree or can't be run."""
+        """Report that two calls on the same input return different results.
+
+        Return "" if the results agree or the calls fail.
+        """
         with suppress(Exception):
             if case.is_forward:
                 return is_random(self._loaded(case, dtype), case)

@@ -41,10 +41,12 @@ def beside_forward(
     Args:
         port: The port to rerun.
         placement: Float64 and the device on which to run the port.
-        shown: Cases of one stage, each with the port's tensors, or None if they agree with the reference.
+        shown: Pairs of a case and the port's tensors, all in one stage. If the port agrees with the reference in a
+            case, None replaces the tensors.
 
     Returns:
-        A sentence about the first case in which either is true; empty if there is none.
+        A sentence about the first case in which ``forward`` is wrong or the search contradicts it; empty if there is
+        none.
     """
     for case, tensors in shown:
         if tensors is None or case.block:

@@ -88,7 +88,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return pairs of both tensors: first only sentences without padding, if there are any, and then all sentences."""
+    """Return pairs of both arguments: first only the sentences without padding, if any, and then all sentences."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
     if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
@@ -109,7 +109,8 @@ def of_tensors(
         found: The diagnosis.
         differing: The tensors of the case, and which of them differ.
         findings: Findings about the stage of the case.
-        others: Other cases of the model, with the port's tensors, or None if they agree with the reference.
+        others: Pairs of a different case of the model and the port's tensors. If the port agrees with the reference in
+            a case, None replaces the tensors.
         measured: Function that adds statements based on measurements in gradients, steps, and searches. These
             statements are more specific than patterns.
     """

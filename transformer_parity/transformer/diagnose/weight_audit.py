@@ -45,12 +45,19 @@ class Fate:
     Attributes:
         name: Canonical name of the weight. If the audit can't measure weights, this is the name of the input
             that the port modified, or ``two calls`` if two calls return different results.
-        verdict: ``used`` if the port uses the weight in the correct place, ``misplaced`` if the port uses it elsewhere,
-            ``transposed`` if the port uses the transposed weight, ``replaced`` if the port uses a different weight
-            instead, ``initial`` if the port uses zeros or ones instead, ``unused`` if the weight has no effect,
-            ``random`` if results differ after every load or call, ``hidden`` if the weight affects no compared tensor,
-            neither in the port nor in the reference (for example, a key bias, which affects no logits), or
-            ``overwritten`` for an input that the port modifies.
+        verdict: One of the following:
+
+            - ``used``: The port uses the weight in the correct place.
+            - ``misplaced``: The port uses the weight in a different place.
+            - ``transposed``: The port uses the transposed weight.
+            - ``replaced``: The port uses a different weight instead.
+            - ``initial``: The port uses zeros or ones instead.
+            - ``unused``: The weight has no effect.
+            - ``random``: Results differ after every load or call.
+            - ``hidden``: The weight affects no compared tensor, neither in the port nor in the reference. For example,
+              a key bias affects no logits.
+            - ``overwritten``: The port modifies this input.
+
         detail: Description of the tensor that the weight affects, or of the value that the port uses instead.
         instead: Name of the weight that the port uses instead, ``zero``, or ``one``. For a transposed weight, this is
             the weight's own name. Empty otherwise.

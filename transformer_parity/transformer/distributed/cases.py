@@ -98,7 +98,7 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 
 @cache
 def probes() -> dict[str, Probe]:
-    """Return the float64 cases by name. Each case uses a feature that may not work in distributed training."""
+    """Return a dict from names to float64 cases. Each case uses a feature that may not work in distributed training."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # fewer layers, which halves the compile time
@@ -126,7 +126,7 @@ def probes() -> dict[str, Probe]:
 
 @cache
 def rounded() -> dict[str, Probe]:
-    """Return the cases with float32 and with mixed bfloat16 precision, by name."""
+    """Return a dict from names to cases with float32 and with mixed bfloat16 precision."""
     changes: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     whole = replace(probes()["short"], name="float32", dtype="float32")
     float32 = replace(whole, settings=replace(whole.settings, **changes))

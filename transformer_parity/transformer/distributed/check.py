@@ -122,7 +122,8 @@ class DistributedCheck:
 
         Args:
             ports: Ports from ``checked_ports``.
-            interpreters: Paths of Python interpreters by port name, for ports that use a different interpreter.
+            interpreters: Dict from port names to the paths of their Python interpreters. All other ports use the
+                current interpreter.
             timeout: Seconds without a message after which a process is stopped, as in ``run_all``.
         """
         give_labels(ports)

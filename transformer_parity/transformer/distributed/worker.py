@@ -51,7 +51,7 @@ class Snapshot:
     """The state of a run after a step. Every framework can resume a run from a snapshot, with any plan.
 
     Attributes:
-        weights: Weights by canonical name.
+        weights: One array per canonical name.
         state: Optimizer state; None for user ports.
     """
 
@@ -86,7 +86,7 @@ class Seen:
         tokens: Number of target tokens in each step; empty for user ports.
         norms: Gradient norm of each step before clipping; empty for user ports.
         gradient: Full gradient of the first step before clipping.
-        snapshots: Snapshots after half of the steps and after the last step, by step.
+        snapshots: Dict from step numbers to snapshots: one after half of the steps and one after the last step.
         shards: Shards of each parameter that this process stores after the last step.
         refused: Error message if the framework or the port doesn't support the plan; empty otherwise.
         config: Config of the user's port; None for packages.
@@ -117,8 +117,8 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
     Args:
         package: One of the four packages.
         task: The run.
-        meshes: Cache of the meshes of earlier runs, by plan. TensorFlow requires this cache, because two meshes with
-            the same devices would interfere with each other.
+        meshes: Cache that maps plans to the meshes of earlier runs. TensorFlow requires this cache, because two meshes
+            with the same devices would interfere with each other.
         fast: False to disable the fast paths and compute each formula exactly as written.
     """
     probe, plan = task.probe, task.plan
@@ -202,7 +202,7 @@ def own_batch(probe: Probe, shard: int) -> Batch:
 
 
 def _named(batch: Batch) -> dict[str, ndarray]:
-    """Return a dict with the arrays of a batch by argument name."""
+    """Return a dict from argument names to the arrays of a batch."""
     return dict(zip(("source_ids", "target_ids", "labels"), batch, strict=True))
 
 

@@ -102,7 +102,7 @@ def record(
 
     Args:
         config: The config of the model.
-        weights: The weights by canonical name.
+        weights: One array per canonical name.
         inputs: ``source_ids`` and ``target_ids`` [B, L].
         ports: The ports to compare with the reference.
         dtype: The dtype in which the ports compute, float64 or float32.

@@ -127,7 +127,7 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 
 
 def _worst(recording: Recording, row: int, side: str) -> int:
-    """Return the position with the largest error in the first wrong tap on a side, or 0 if there is no such tap."""
+    """Return the position on a side with the largest error in the first wrong tap, or 0 if there is no such tap."""
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:

@@ -80,7 +80,7 @@ class DirectoryPair:
 
     @cached_property
     def copied(self) -> dict[tuple[str, str], list[str]]:
-        """The names of B's tensors that are copies of A's tensors, by case and dtype."""
+        """A dict from case and dtype to the names of B's tensors that are copies of A's tensors."""
         return find_copies(self.truth, self.candidate, self.cases)
 
     @property

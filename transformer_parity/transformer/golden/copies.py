@@ -36,9 +36,10 @@ Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
-    """Return the names of the tensors in B that are copies of tensors in A, by case and dtype.
+    """Return a dict from case and dtype to the names of the tensors in B that are copies of tensors in A.
 
-    If a case contains a copy, the result lists all its tensors that are identical in A and B, including ``EXACT``.
+    If a case contains a copy, the result lists all of the case's tensors that are identical in A and B, including those
+    in ``EXACT``.
 
     Args:
         truth: Directory A.

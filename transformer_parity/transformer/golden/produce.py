@@ -95,7 +95,7 @@ def compute(
 
 
 def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
-    """Return the tensors of a case that belong in the files, in the order of computation."""
+    """Return the tensors that the files store for a case, in the order in which they are computed."""
     problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
     if problems:
         raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")

@@ -1,4 +1,4 @@
-"""Golden vectors: files with the results of a small model, which programs in any language can read and write.
+"""Golden vectors: the results of a small model, in files that programs in any language can read and write.
 
 A directory contains the weights and the inputs of a model, and every tensor that was computed from them. The manifest
 of the directory lists each file and each tensor. ``docs/reference/golden-vectors.md`` describes the format. Reading the
@@ -60,7 +60,7 @@ class GoldenDirectory:
         path: Directory that contains the files.
         producer: Name of the program that computed the tensors.
         config: Config of the model.
-        weights: Parameters of the model, by canonical name.
+        weights: Parameters of the model, one array per canonical name.
         cases: Cases in the directory. ``case.dtypes`` lists the dtypes in which a case was computed.
         dtypes: All dtypes in the directory.
         left_out: Entries for omitted tensors, with the reasons.
@@ -101,7 +101,7 @@ def sha256(content: bytes) -> str:
 
 
 def find(path: str | Path) -> dict[str, Path]:
-    """Return the directories that contain golden vectors, by model name.
+    """Return a dict from model names to the directories that contain their golden vectors.
 
     If the path itself contains golden vectors, it has the name "". Otherwise, its subdirectories are searched.
 
@@ -300,7 +300,7 @@ def _differing_case(first: Case, second: Case) -> list[str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
-    """Return a text that lists the differing fields of two configs with both values; empty if there are none."""
+    """Return a text that lists the fields that differ between two configs, with both values; empty if none differ."""
     ours, theirs = first.to_dict(), second.to_dict()
     return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
 

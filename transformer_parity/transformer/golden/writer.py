@@ -42,9 +42,10 @@ def write(
         path: The directory.
         producer: Description of the program that computed the tensors, with its ``name`` and any additional entries.
         config: Config of the model.
-        weights: Parameters of the model, by canonical name. The weights of cases that use different weights are
-            written to additional files.
-        computed: Pairs of a case and its tensors, by dtype and name, in the order of computation.
+        weights: Parameters of the model, one array per canonical name. The weights of cases that use different weights
+            are written to additional files.
+        computed: Pairs of a case and its tensors. The tensors are keyed by dtype and then by name, in the order of
+            computation.
         dtypes: The dtypes to list in the manifest.
         left_out: Entries for omitted tensors, with the reasons.
 
@@ -72,7 +73,7 @@ def write(
 
 
 class _Weights:
-    """The weight files in a directory. Each different set of weights has a file, and the first is named ``WEIGHTS``."""
+    """The weight files in a directory. Each distinct set of weights has a file. The first one is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config

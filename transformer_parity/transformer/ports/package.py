@@ -1,4 +1,4 @@
-"""Base class for the adapters of the four packages, which take and return NumPy arrays.
+"""Base class for the adapters of the four packages. The adapters take and return NumPy arrays.
 
 An adapter loads canonical weights and runs any block of the model. The path of a block is one of the following:
 
@@ -58,10 +58,10 @@ class LoadedPackage:
         self.model = model
         self.placement = placement
         self.dtype = placement.dtype
-        self.parts: dict[str, Any] = {}  # the separately loaded encoder and decoder, by name
+        self.parts: dict[str, Any] = {}  # maps a name to the separately loaded encoder or decoder
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name."""
+        """Return all parameters, keyed by canonical name."""
         return self.model.export_weights()
 
     def run(

@@ -67,7 +67,7 @@ class LoadedPort(Protocol):
     """A model with loaded weights."""
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name."""
+        """Return all parameters, keyed by canonical name."""
 
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
@@ -76,14 +76,14 @@ class LoadedPort(Protocol):
 
         Args:
             block: Path of the block; an empty path selects the full model.
-            inputs: Arrays by the names of the block's arguments. Floats are float64, and IDs are integers.
+            inputs: Dict from the names of the block's arguments to arrays. Floats are float64, and IDs are integers.
             taps: True to record every tap, False to use the fast path and record none.
-            given: Replacement values by tap name. The computed value is still recorded, but the rest of the block uses
-                the replacement.
+            given: Dict from tap names to replacement values. The computed value is still recorded, but the rest of the
+                block uses the replacement.
         """
 
     def shows(self, tap: str) -> bool:
-        """Return True if the port reports this tap for every model that contains the tap."""
+        """Return True if the port reports this tap for every model that contains it."""
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss and its gradients in inference mode for a batch of source_ids, target_ids, and labels."""

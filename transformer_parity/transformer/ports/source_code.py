@@ -32,7 +32,7 @@ class Piece:
 
 
 class Module:
-    """A parsed source file and its definitions by name."""
+    """A parsed source file and a dict from names to its definitions."""
 
     def __init__(self, path: Path) -> None:
         text = path.read_text("utf-8")

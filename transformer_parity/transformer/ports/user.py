@@ -43,8 +43,8 @@ class Port:
 
     Attributes:
         name: Display name in reports. If empty, the class name is used.
-        preset: The name of the preset, a set of published conventions, that the model follows. The names are the keys
-            of ``transformer_spec.config.PRESETS``.
+        preset: The name of the preset that the model follows. A preset is a set of published conventions. The names are
+            the keys of ``transformer_spec.config.PRESETS``.
         overrides: The values of the ``TransformerConfig`` fields in which the model differs from the preset. The fields
             include both conventions and sizes.
         dtypes: The dtypes that the model supports. Without float64, the check can't distinguish a bug from a rounding
@@ -86,7 +86,7 @@ class Port:
         raise NotImplementedError
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return all current parameters by canonical name, including any updates from training."""
+        """Return all current parameters, including any updates from training, keyed by canonical name."""
         raise NotImplementedError
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
@@ -209,7 +209,7 @@ class LoadedPlugin:
     config: TransformerConfig
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name."""
+        """Return all parameters, keyed by canonical name."""
         return _arrays(self.ability("export_weights")())
 
     def run(

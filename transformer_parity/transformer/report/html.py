@@ -116,7 +116,7 @@ def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
 
 
 def _components(result: Result) -> dict[str, Any]:
-    """Return the table that is also printed in the terminal: the worst finding by component, dtype, and port."""
+    """Return the table that is also printed in the terminal: the worst finding for each component, dtype, and port."""
     rows = [row for row in result["summary"] if row["component"] and row["dtype"]]
     columns = list(dict.fromkeys((row["dtype"], row["backend"]) for row in rows))
     columns.sort(key=lambda column: [row["dtype"] for row in rows].index(column[0]))

@@ -74,7 +74,7 @@ class CheckResult:
 
     @property
     def environment(self) -> dict[str, Mapping[str, str]]:
-        """Package versions and settings, by the name of a port or backend."""
+        """A dict from the name of each port or backend to its package versions and settings."""
         return {"numpy": self.reference, **{port.label: port.environment for port in self.ports if port.environment}}
 
     @property
@@ -84,7 +84,7 @@ class CheckResult:
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """The time that each port's process used, by port."""
+        """A dict from each port to the time that its process used."""
         return {port.label: port.spent for port in self.ports if port.spent}
 
 

@@ -24,7 +24,7 @@ class ConvertedModel:
         self.convert = convert
 
     def export(self) -> dict[str, ndarray]:
-        """Return all parameters by canonical name, after undoing the conversion."""
+        """Return all parameters, keyed by canonical name, after undoing the conversion."""
         return dict(self.convert(self.loaded.export()))
 
     def __getattr__(self, name: str) -> Any:

@@ -86,7 +86,7 @@ def try_out(backend: str, part: str, bug: Bug) -> Trial:
 
 
 def has_a_name(bug: Bug, backend: str) -> bool:
-    """Return whether the diagnosis can identify a bug, which must have an effect in float64 and in the reference."""
+    """Return whether a bug has an effect in float64 and in the reference, so that the diagnosis can identify it."""
     if backend in bug.own_numbers:
         return False
     return bug.dtype == "float64" and bug.path != "run" and "numpy" in bug.edits and bool(bug.at)

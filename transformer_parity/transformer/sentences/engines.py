@@ -190,7 +190,7 @@ def _growth(step: Any) -> float:
 
 @contextmanager
 def rust_errors(name: str) -> Iterator[None]:
-    """Convert all exceptions of `tokenizers` to a ValueError, including Rust panics, which don't derive from Exception.
+    """Raise a ValueError for any exception of `tokenizers`, even for Rust panics, which don't derive from Exception.
 
     Raises:
         ValueError: If the block raises any exception except KeyboardInterrupt and SystemExit.

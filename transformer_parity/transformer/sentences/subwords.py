@@ -150,7 +150,7 @@ class JointVocabulary(Vocabulary):
         return [self._special.get(token) or processor.id_to_piece(self._pieces.get(token, unknown)) for token in ids]
 
     def table(self) -> dict[str, int]:
-        """Return the ID of each subword, and of the padding and EOS tokens, using Marian's names for them."""
+        """Return the ID of each subword, and of the padding and EOS tokens, which have the names that Marian uses."""
         processor = self.subwords.processor
         subwords = {processor.id_to_piece(piece): token for token, piece in self._pieces.items()}
         return {**subwords, "<pad>": self._pad_id, "</s>": self._eos_id}

@@ -26,7 +26,7 @@ class Vocabulary(ABC):
     """The vocabulary of a trained model, with the token IDs that the model uses.
 
     Args:
-        files: The content of the files that define the vocabulary, by name.
+        files: A dict from file names to the content of the files that define the vocabulary.
 
     Attributes:
         kind: Name that identifies this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds
@@ -154,7 +154,7 @@ def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> di
 
 
 def most_tokens(config: TransformerConfig) -> int:
-    """Return the maximum number of tokens in a sentence, which the number of learned positions may limit."""
+    """Return the maximum number of tokens in a sentence. The number of learned positions may limit this maximum."""
     return min(config.max_positions or LONGEST, LONGEST)
 
 

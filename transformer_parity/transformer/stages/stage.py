@@ -27,9 +27,9 @@ class Expected:
     """The expected tensors of a case in one dtype.
 
     Attributes:
-        tensors: The reference's float64 tensors by name, in the order of computation.
-        tolerances: Maximum allowed error by tensor name. Tensors of a search are not included, because their
-            tolerances depend on the result of the search.
+        tensors: Dict from names to the reference's float64 tensors, in the order of computation.
+        tolerances: Dict from tensor names to maximum allowed errors. Tensors of a search are not included, because
+            their tolerances depend on the result of the search.
         exact: The reference in float64, for searches.
         rounded: The float32 reference if the dtype is float32, else None.
     """
@@ -48,7 +48,7 @@ class PathTensors:
         author: Factory for the findings.
         case: The case.
         path: How the port was run, for example with taps or on its fast path.
-        tensors: The port's tensors by name.
+        tensors: Dict from names to the port's tensors.
         expected: The expected tensors and their tolerances.
         outputs: All results of the port for this case.
     """

@@ -64,7 +64,7 @@ class StepStage(TrainingStage):
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the tensors. If some differ, also compare them with a reference that rounds its learning rates."""
+        """Compare the tensors. If some diverge, also compare them with a reference that rounds its learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
         # The first loss is computed before the first update, so it doesn't depend on the learning rates.

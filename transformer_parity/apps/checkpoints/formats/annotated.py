@@ -1,4 +1,4 @@
-"""State dicts of the Annotated Transformer, which store neither the number of heads nor the special IDs.
+"""State dicts of the Annotated Transformer. They store neither the number of heads nor the special IDs.
 
 Source: harvardnlp/annotated-transformer, the_annotated_transformer.py.
 """

@@ -1,8 +1,8 @@
 """Unquantized CTranslate2 directories, which consist of ``model.bin``, ``config.json``, and JSON vocabularies.
 
 ``model.bin`` contains the position tables and flags for conventions such as the order of the norms. CTranslate2 has no
-padding token, so the import appends a padding token with a zero embedding unless the vocabulary already includes a
-padding token. If the decoder starts from a zero vector, the appended token also serves as the BOS token.
+padding token, so the import appends a padding token with a zero embedding unless the vocabulary already includes one.
+If the decoder starts from a zero vector, the appended token also serves as the BOS token.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/ and src/layers/transformer.cc.
 """

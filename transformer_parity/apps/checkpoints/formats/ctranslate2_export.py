@@ -43,8 +43,8 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     If the model has no vocabulary, the IDs are written as text and used as tokens.
 
     Returns:
-        A tuple that contains a warning if the padding token is part of the vocabulary, because CTranslate2 may then
-        generate the padding token. Otherwise, an empty tuple.
+        If the padding token is part of the vocabulary, a tuple with one warning that CTranslate2 may generate this
+        token. Otherwise, an empty tuple.
 
     Raises:
         OSError: If a file cannot be written.
@@ -112,7 +112,7 @@ def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the position tables of both stacks. Row 0 of each table belongs to the first position of a sentence."""
+    """Return the position tables of both stacks. Row 0 of each table is the encoding of the first position."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     if config.position_encoding == "learned":
         return {name: np.ascontiguousarray(tensors[name][config.position_offset :]) for name in names}

@@ -157,7 +157,7 @@ def read_settings(content: Any) -> dict[str, Any]:
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Convert the tensors of older fairseq versions, which fuse projections and number the norms, to the current names.
+    """Convert tensors to current names from older fairseq versions, which fuse projections and number the norms.
 
     Raises:
         ValueError: If a fused projection cannot be split into three.

@@ -52,7 +52,7 @@ OTHER_WEIGHTS = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "rus
 
 ATTENTION = {"query_proj": "q_proj", "key_proj": "k_proj", "value_proj": "v_proj", "output_proj": "out_proj"}
 LAYER = "{stack}.layers.{i}"
-LINEAR = {  # names of the projections in transformers, by their names in this project
+LINEAR = {  # maps the names of projections in this project to their names in transformers
     **{f"{LAYER}.self_attention.{ours}": f"{LAYER}.self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     **{f"{LAYER}.cross_attention.{ours}": f"{LAYER}.encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     f"{LAYER}.feed_forward.inner_proj": f"{LAYER}.fc1",

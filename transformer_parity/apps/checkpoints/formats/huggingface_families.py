@@ -29,8 +29,8 @@ class Family(NamedTuple):
         preset: Name of the preset in this project.
         title: Prefix of the family's class names.
         defaults: Default values that differ from ``DEFAULTS``.
-        flags: Flags that older releases wrote to config.json and that the current classes ignore. The values describe
-            the current classes.
+        flags: Flags that older releases wrote to config.json and that the current classes ignore. Each flag has the
+            value that describes the behavior of the current classes.
         behind_padding: Whether the position IDs start after the padding ID.
     """
 
@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes from which a checkpoint may be saved, with and without an output projection."""
+        """Names of the classes that may have saved a checkpoint: one with an output projection and one without."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
@@ -146,7 +146,7 @@ OUT_OF_SCOPE = {
 }
 NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # unsupported entries in config.json
 
-ACTIVATIONS = {  # activation names in this project, by their names in transformers
+ACTIVATIONS = {  # maps the names of activations in transformers to their names in this project
     **{"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "swish": "swish", "silu": "swish"},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
 }

@@ -129,8 +129,8 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml``, and the vocabularies.
 
     Returns:
-        A tuple that contains one sentence if the vocabulary was not written because Marian does not support this kind
-        of vocabulary. Otherwise, an empty tuple.
+        If Marian does not support this kind of vocabulary, a tuple with one sentence that explains why the vocabulary
+        was not written. Otherwise, an empty tuple.
 
     Raises:
         OSError: If a file cannot be written.

@@ -1,8 +1,9 @@
 """State dicts of models that contain torch.nn.Transformer, with the user's own names for all other parameters.
 
-In a TOML file (see ``state_dict``), the user specifies the names of the embeddings and the output projection, and
-everything that cannot be inferred from the tensors: the number of heads, the order of the norms, the activation, the
-positional encoding, the embedding scale, and the special IDs. The import never guesses any of these values.
+In a TOML file (see ``state_dict``), the user specifies the names of the embeddings and the output projection. The file
+must also specify everything that cannot be inferred from the tensors: the number of heads, the order of the norms, the
+activation, the positional encoding, the embedding scale, and the special IDs. The import never guesses any of these
+values.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ASKED = (
 ASKED_OF_SINUSOIDS = ("position_layout", "position_timescale")
 FIRST = "encoder.layers.0.linear1.weight"  # present in every state dict of torch.nn.Transformer
 FORMS = {"output_proj.kernel": TRANSPOSED}
-OWN = (  # parameters outside torch.nn.Transformer, whose names depend on the user's code
+OWN = (  # parameters outside torch.nn.Transformer; their names depend on the user's code
     *("source_embedding.table", "target_embedding.table", "source_position.table", "target_position.table"),
     *(f"{side}_embedding_norm.{kind}" for side in ("source", "target") for kind in ("scale", "bias")),
     *("output_proj.kernel", "output_proj.bias"),

@@ -102,7 +102,7 @@ BLOCKS = bugs(
 )
 
 RESIDUAL = "return dtotal + sublayer_backward(x, dropout(dtotal), sublayer_trace)"
-# Expressions that are True for sub-layers in some part of the model, by the name of the part.
+# Maps the description of some sub-layers to an expression that is True only for these sub-layers.
 SUBLAYERS = {
     "cross-attention": 'name == "cross_attention"',
     "self-attention": 'name == "self_attention"',

@@ -54,7 +54,8 @@ class Trials:
     Attributes:
         case: The case that the port ran.
         actual: The port's tensors, in the order of computation.
-        others: Other cases of the same model, with the port's tensors, or with None if they agree with the reference.
+        others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
+            reference in a case, None replaces the tensors.
         names: Names of the tensors to compare, in ``case`` and in ``others``.
     """
 
@@ -82,7 +83,8 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(candidate, found, compared)
             if not attempt.is_exact:
-                # A shorter run omits the calls between steps. Their results follow from the weights, which it includes.
+                # A shorter run omits the calls between steps. Their results follow from the weights, which are
+                # compared.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt

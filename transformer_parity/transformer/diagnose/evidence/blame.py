@@ -77,7 +77,7 @@ class Subject:
 
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
-        """Return a subject for a case, with a reference that has the weights of the case."""
+        """Return a subject for a case. Its reference is loaded with the case's weights."""
         weights, load = rounded(case.load_weights(), dtype), DEFINITION.load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
@@ -126,7 +126,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(
         loaded, LoadedPlugin
-    )  # a test verifies that our packages use the value that a tap returns in the rest of the computation
+    )  # a test verifies that our packages continue the computation with the value that a tap returns
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
     subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
@@ -143,10 +143,10 @@ def _harmless(name: str, value: ndarray) -> ndarray:
 
 
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
-    """Mark contexts as inheriting their difference if the port's attention weights don't add up to one.
+    """Mark differences in attention outputs (``context``) as inherited if the attention weights don't add up to one.
 
     The sum is too small if the port pads its keys and doesn't record the weights of the added keys. A rerun then can't
-    correct the weights of these keys, so the context remains wrong even if it only inherits the difference.
+    correct the weights of these keys, so the attention output remains wrong even if it only inherits the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
@@ -160,7 +160,7 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Return the evidence for float64 tensors that were read from files, by rerunning blocks of the reference."""
+    """Rerun blocks of the reference, and return the evidence for float64 tensors that were read from files."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
@@ -179,7 +179,7 @@ def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject:
 
 
 def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
-    """Return whether a port uses the value that each tap returns in the rest of its computation."""
+    """Return whether a port continues its computation with the value that each tap returns."""
     for name, value in given.items():
         found = rerun({name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):

@@ -55,7 +55,7 @@ def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str
 
 
 def _numbers(case: Case) -> Mapping[str, float]:
-    """Return the sizes and the numeric settings of a case, by their descriptions."""
+    """Return a dict from descriptions to the sizes and the numeric settings of a case."""
     (batch, source_length), search, settings = case.inputs["source_ids"].shape, case.search, case.settings
     found: dict[str, float] = {"a batch size": batch, "a source length": source_length}
     if case.stage != DECODE:

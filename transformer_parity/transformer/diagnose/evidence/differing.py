@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # patterns for the end of parameter names, by the description of the parameters
+KINDS = {  # maps a description of parameters to a pattern for the end of their names
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # patterns for the end of parameter names, by the description of the 
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # patterns for the beginning of parameter names, by the description of their place
+PLACES = {  # maps a description of parameters' location to a pattern for the start of their names
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
@@ -82,7 +82,7 @@ class Differing:
 
 
 def described(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return a description that fits the named parameters but no others in ``every``, or else the first names."""
+    """Return a description that fits only ``names`` among the parameters in ``every``, or a list of the first names."""
     some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
     layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
     places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}

@@ -23,8 +23,8 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
     """Report which tensors have swapped names, or return an empty string if that doesn't explain all wrong tensors.
 
     Args:
-        actual: The port's tensors, by parameter name.
-        right: The reference's tensors, by parameter name.
+        actual: Dict from parameter names to the port's tensors.
+        right: Dict from parameter names to the reference's tensors.
         what: The kind of tensors, ``gradient`` or ``exported weight``.
         wrong: Function that takes the name of a tensor and returns whether the tensor is wrong.
     """
@@ -77,8 +77,8 @@ def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) ->
     """Report which weights a port exports incorrectly, or return "" if the first error has no recognizable pattern.
 
     Args:
-        back: The exported weights, by parameter name.
-        given: The weights that were passed to the port, by parameter name.
+        back: Dict from parameter names to the exported weights.
+        given: Dict from parameter names to the weights that were passed to the port.
         config: Config of the model.
     """
     known = [name for name in given if name in back]

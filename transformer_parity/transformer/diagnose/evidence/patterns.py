@@ -83,7 +83,7 @@ def right_loss(shown: Differing) -> str:
 
 
 def targets(shown: Differing) -> str:
-    """Report wrong target probabilities in the loss, which the function derives from the gradient of the logits.
+    """Derive the target probabilities in the loss from the gradient of the logits, and report wrong probabilities.
 
     The gradient is ``total * prediction - target``, where ``total`` is the sum of the target probabilities. If the loss
     is correct, ``total`` is 1.

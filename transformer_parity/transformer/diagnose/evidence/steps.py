@@ -21,7 +21,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
 LEAST_OF_A_MOVE = 0.01  # minimum error, relative to a step's weight change, that affects the next loss
 METHODS = {"logits": "`forward`", "tokens": "`generate`"}
-PARTS = {  # prefixes of parameter names, by the description of the parameters
+PARTS = {  # maps a description of parameters to the prefixes of their names
     "all parameters": ("",),
     "the encoder": ("source_embedding.", "encoder."),
     "the layers of the encoder": ("encoder.",),

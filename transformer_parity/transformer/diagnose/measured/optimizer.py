@@ -206,7 +206,7 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
 
 
 def _of_clipping(name: str, value: float, usual: float) -> Iterator[Candidate]:
-    """Yield candidates that set the clip norm to a constant or multiply it by a factor, only if clipping is enabled."""
+    """If clipping is enabled, yield candidates that set the clip norm to a constant or multiply it by a factor."""
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {

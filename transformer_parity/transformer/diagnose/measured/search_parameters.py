@@ -114,7 +114,7 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
 
 
 def limited(limits: str) -> Edits:
-    """Return edits that replace the maximum lengths of all sentences in a search with the given expression."""
+    """Return edits that set the maximum length of each sentence in a search to the given expression."""
     return planned(
         f"limits = __import__('numpy').maximum({limits}, 1)",
         "plan = plan._replace(limits=limits, penalties=search._penalties(int(limits.max())))",

@@ -85,7 +85,7 @@ def _losses_agree(case: Case, shown: Arrays) -> bool:
 
 
 def _move_factors(case: Case, shown: Arrays) -> list[float]:
-    """Return, for each snapshot, the ratio of how far the weights moved in the port and in the reference.
+    """Return, for each snapshot, the ratio of the weight changes in the port to the weight changes in the reference.
 
     The first ratio is NaN unless it is the same for all weights. Later ratios are least-squares fits over all weights.
     """
