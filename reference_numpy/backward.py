@@ -236,8 +236,8 @@ def transformer_backward(
         seen: Tap that was passed to the forward pass. It is a ``Recorder`` that stored all values, including the
             dropout masks, or an instance of ``Activations`` or ``LayerInputs``.
         found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. If the
-            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. None records all
-            gradients.
+            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. If None, all gradients are
+            recorded.
 
     Returns:
         The gradients at the parameters and the gradients at the taps, as two dicts.

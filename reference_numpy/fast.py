@@ -59,8 +59,8 @@ class FastLinear(Linear):
     """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
 
     Attributes:
-        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. None
-            allocates a new array.
+        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. If None, a
+            new array is allocated.
     """
 
     buffer: ndarray | None = None

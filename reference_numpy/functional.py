@@ -43,7 +43,7 @@ def masked_softmax(
 
     Args:
         scores: Similarity of each key to the query.
-        mask: True if a key is allowed. None allows every key.
+        mask: True if a key is allowed. If None, every key is allowed.
     """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)

@@ -119,7 +119,7 @@ class Dropout:
 
         Args:
             x: Array of any shape.
-            rng: Random generator. None disables dropout (inference).
+            rng: Random generator. If None, dropout is disabled (inference).
             tap: Callback that receives the mask of the kept elements. Its return value replaces the mask.
             name: Name of the tap that received ``x``. The tap of the mask is called ``{name}_keep``.
         """

@@ -32,7 +32,7 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Arrays to update, by canonical name. Their moments start at zero.
+        parameters: Arrays to update, keyed by canonical name. Their moments start at zero.
         settings: Training settings, which define both betas and epsilon.
     """
 
@@ -48,7 +48,7 @@ class Adam:
         """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: Gradient of each parameter, by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

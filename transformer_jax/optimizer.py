@@ -10,7 +10,7 @@ from jax import Array
 
 from transformer_spec.training_config import TrainingConfig
 
-Arrays = dict[str, Array]  # arrays by canonical name
+Arrays = dict[str, Array]  # arrays, keyed by canonical name
 
 
 def global_norm(gradient: Arrays) -> Array:
@@ -36,8 +36,8 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Attributes:
-        first_moment: First moment of each parameter, by canonical name.
-        second_moment: Second moment of each parameter, by canonical name.
+        first_moment: First moment of each parameter, keyed by canonical name.
+        second_moment: Second moment of each parameter, keyed by canonical name.
         settings: Training settings, which define both betas and epsilon.
     """
 
@@ -58,8 +58,8 @@ class Adam:
         """Take a step: return the new parameters, and an optimizer with the new moments.
 
         Args:
-            parameters: Parameters before the step, by canonical name.
-            gradient: Gradient of each parameter, by canonical name.
+            parameters: Parameters before the step, keyed by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

@@ -43,7 +43,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
     Args:
         plan: Number of devices along each axis.
-        device: ``cpu``, ``gpu``, or ``tpu``. None uses JAX's default platform.
+        device: ``cpu``, ``gpu``, or ``tpu``. If None, JAX's default platform is used.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the platform is unknown.
@@ -79,7 +79,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
@@ -159,7 +159,7 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
     """Shard traced parameters, or arrays of the same shapes, as the mesh specifies.
 
     Args:
-        arrays: Arrays by canonical name.
+        arrays: Arrays, keyed by canonical name.
         mesh: Mesh, or None, which returns the arrays unchanged.
         gathered: True gathers the axis that ``fsdp`` divides.
     """

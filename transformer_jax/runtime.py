@@ -71,7 +71,7 @@ def to_dtype(dtype: Any) -> str:
 
 
 def to_device(device: Any) -> jax.Device | None:
-    """Return a device, given a device or a platform. None returns JAX's default device.
+    """Return a device, given a device or a platform. If None, return JAX's default device.
 
     Raises:
         ValueError: If the platform is unknown.

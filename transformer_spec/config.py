@@ -86,8 +86,8 @@ class TransformerConfig:
         target_vocab_size: Size of the target vocabulary, which is also the number of logits.
         d_model: Size of the embeddings and layer outputs.
         num_heads: Number of attention heads.
-        d_k: Size of queries and keys per head. None uses d_model / num_heads.
-        d_v: Size of values per head. None uses d_model / num_heads.
+        d_k: Size of queries and keys per head. If None, the size is d_model / num_heads.
+        d_v: Size of values per head. If None, the size is d_model / num_heads.
         d_ff: Inner size of the feed-forward networks.
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
@@ -121,10 +121,10 @@ class TransformerConfig:
         label_smoothing_kind: Tokens among which this probability is distributed: all tokens (``uniform``), all
             incorrect tokens (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
         embedding_norm: True adds a layer norm to the sum of embedding and positional encoding.
-        decoder_num_heads: Number of heads in the decoder. None uses ``num_heads``.
-        decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if
-            ``decoder_num_heads`` is set, and ``d_k`` otherwise.
-        decoder_d_v: Size of values per head in the decoder. None uses d_model / decoder_num_heads if
+        decoder_num_heads: Number of heads in the decoder. If None, ``num_heads`` is used.
+        decoder_d_k: Size of queries and keys per head in the decoder. If None, the size is d_model / decoder_num_heads
+            if ``decoder_num_heads`` is set, and ``d_k`` otherwise.
+        decoder_d_v: Size of values per head in the decoder. If None, the size is d_model / decoder_num_heads if
             ``decoder_num_heads`` is set, and ``d_v`` otherwise.
         decoder_d_ff: Inner size of the decoder's feed-forward networks. None uses ``d_ff``.
         skip_first_self_attention: True omits the self-attention of the first decoder layer.
@@ -322,7 +322,7 @@ class TransformerConfig:
         """Create a config from the result of ``to_dict``.
 
         Args:
-            fields: All fields by name.
+            fields: All fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.

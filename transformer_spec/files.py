@@ -40,7 +40,7 @@ SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
 MOST_NOTES = 2**20  # maximum size of the JSON of one note in bytes
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, by dtype in the file; 8 for other dtypes
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, keyed by the dtype in the file; 8 for other dtypes
 POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
 MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
 ALIGNED = 64  # alignment of arrays in bytes
@@ -51,7 +51,7 @@ class VocabularyFiles(NamedTuple):
 
     Attributes:
         kind: Name of the vocabulary type, which consists of letters, digits, and ``_``.
-        files: Contents of the files, by name.
+        files: Contents of the files, keyed by name.
     """
 
     kind: str
@@ -73,13 +73,13 @@ def save_weights(
         path: File to create or replace.
         config: Configuration of the model to which the weights belong.
         weights: One array per canonical parameter name.
-        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. None keeps the dtype of
-            each array.
+        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. If None, each array keeps
+            its dtype.
         vocabulary: A sentencepiece model, or the files of another type of vocabulary. A file with a vocabulary contains
-            everything that is required to translate text. None stores no vocabulary.
-        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. None adds no
-            notes.
-        part: ``encoder`` or ``decoder`` writes only the weights of this part. None writes all weights.
+            everything that is required to translate text. If None, no vocabulary is stored.
+        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. If None, no
+            notes are added.
+        part: ``encoder`` or ``decoder`` writes only the weights of this part. If None, all weights are written.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, the vocabulary is not bytes, or a note is not a
@@ -336,7 +336,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
 
 
 def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -> dict[str, ndarray]:
-    """Return the first or second moments in an open checkpoint, depending on the prefix, by parameter name."""
+    """Return the moments with the given prefix in an open checkpoint, keyed by parameter name."""
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
     return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 

@@ -51,7 +51,7 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
     Args:
         config: Model configuration.
         part: ``encoder`` or ``decoder`` returns only the parameters of this part, including a shared embedding matrix.
-            None returns all parameters.
+            If None, all parameters are returned.
 
     Raises:
         ValueError: If the part is unknown.
@@ -101,10 +101,10 @@ def check_weights(
 
     Args:
         config: Model configuration.
-        weights: Arrays by canonical name.
+        weights: Arrays, keyed by canonical name.
         what: Name of the weights in the error message.
-        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. None
-            checks all parameters.
+        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. If None,
+            all parameters are checked.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
@@ -143,7 +143,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
     Args:
         config: Model configuration.
         state: State to check.
-        dtype: Dtype to which the moments must be convertible. None skips this check.
+        dtype: Dtype to which the moments must be convertible. If None, this check is skipped.
 
     Raises:
         TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.

@@ -87,7 +87,7 @@ class Plan:
         """Create the plan of a framework's mesh from the sizes of its named axes.
 
         Args:
-            sizes: Size of each axis by name.
+            sizes: Size of each axis, keyed by name.
 
         Raises:
             ValueError: If an axis is unknown.

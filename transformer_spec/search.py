@@ -129,19 +129,19 @@ class Search:
     search.
 
     Attributes:
-        beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
+        beam_size: Number of unfinished hypotheses to keep per sequence. If None, the search isn't a beam search.
         length_penalty: Exponent alpha of the length penalty. If it is 0, short hypotheses have an advantage.
-        max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
+        max_length: Maximum number of tokens, including EOS. If None, the limit in ``rules`` is used.
         num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
         min_length: Minimum number of tokens, including EOS.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         rules: Rules of the search. The defaults are the paper's rules.
-        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. None uses no prefix.
+        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. If None, no prefix is used.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to sample from. None uses all tokens.
-        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. None
-            uses all tokens.
+        top_k: Number of most likely tokens to sample from. If None, all tokens are used.
+        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. If None,
+            all tokens are used.
         seed: Seed of the random numbers. None disables sampling.
 
     Raises:
@@ -222,7 +222,7 @@ class Search:
         """Create a search from the result of ``to_dict``, for example from a file. Missing fields get default values.
 
         Args:
-            fields: Fields by name.
+            fields: Fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.

@@ -133,7 +133,7 @@ class SearchRules:
         """Create rules from the result of ``to_dict``. Missing fields get default values.
 
         Args:
-            fields: Fields by name.
+            fields: Fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.

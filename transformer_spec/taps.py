@@ -66,7 +66,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 class Recorder(dict[str, Any]):
-    """A tap that stores intermediate values by name, in the order in which the taps fire.
+    """A tap that stores intermediate values, keyed by name, in the order in which the taps fire.
 
     This example stores the output of every decoder layer and all attention weights of one call::
 
@@ -79,7 +79,7 @@ class Recorder(dict[str, Any]):
     Args:
         patterns: Patterns of the names to store. ``*`` matches one part of a name, and ``**`` matches any number of
             parts. Without patterns, all values are stored.
-        replace: Values that replace the computed values, by name. None replaces nothing.
+        replace: Values that replace the computed values, keyed by name. If None, no values are replaced.
         keep_computed: True stores the computed values instead of their replacements.
     """
 

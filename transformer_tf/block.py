@@ -41,7 +41,7 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
     Args:
         memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)``, for example, attaches a mask to its output.
         attention_mask: Boolean mask that broadcasts to [B, H, L, M], or None.
-        mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
+        mask: Boolean mask [B, M]. If None, the mask that Keras has attached to the memory is used.
 
     Raises:
         TypeError: If ``attention_mask`` is not boolean.
@@ -112,7 +112,7 @@ class Configured:
 
         Args:
             config: Serialized arguments of the constructor.
-            custom_objects: Additional classes that Keras may need, by name, or None.
+            custom_objects: Additional classes that Keras may need, keyed by name, or None.
         """
         given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}
         if "config" in given:
@@ -127,7 +127,7 @@ class Block(Configured, keras.layers.Layer):
     tensors too.
 
     Args:
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 

@@ -57,7 +57,7 @@ class TokenEmbedding(Block):
         vocab_size: Number of tokens in the vocabulary.
         config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
             sqrt(d_model).
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -83,7 +83,7 @@ class SinusoidalPosition(Block):
 
     Args:
         config: Model configuration, which defines the layout, the timescale, and the index of the first position.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -113,7 +113,7 @@ class LearnedPosition(Block):
 
     Args:
         config: Model configuration, which defines the number of positions and the index of the first position.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -144,7 +144,7 @@ class OutputProjection(Block):
     Args:
         config: Model configuration.
         embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 

@@ -28,7 +28,7 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Variables to update, by canonical name. Frozen variables have no moments.
+        parameters: Variables to update, keyed by canonical name. Frozen variables have no moments.
         settings: Training settings, which define both betas and epsilon.
     """
 
@@ -51,7 +51,7 @@ class Adam:
         """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: Gradient of each parameter, by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

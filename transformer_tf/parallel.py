@@ -28,7 +28,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
 
     Args:
         plan: Number of devices along each axis. Only the ``data`` axis may have more than one device.
-        device: ``cpu`` or ``gpu``. None uses the GPUs if there are any.
+        device: ``cpu`` or ``gpu``. If None, GPUs are used if there are any.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the plan divides parameters.
@@ -69,7 +69,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.

@@ -38,7 +38,7 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. None saves an empty dict.
+            values must survive a JSON round trip. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
@@ -113,7 +113,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _variables(trainer):
-    """Return all variables of a run by name."""
+    """Return all variables of a run, keyed by name."""
     trainer.start(trainer.optimizer.parameters)
     groups = parameters(trainer.model), trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: x for prefix, group in zip(PREFIXES, groups, strict=True) for name, x in group.items()}

@@ -89,7 +89,7 @@ def to_device(device: Any) -> str | None:
 
 
 def placed(device: str | None) -> AbstractContextManager[Any]:
-    """Return a context that runs operations on a device. None uses the caller's scope."""
+    """Return a context that runs operations on a device. If None, the caller's scope is used."""
     return nullcontext() if device is None else tf.device(device)
 
 

@@ -41,7 +41,7 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. None saves an empty dict.
+            values must survive a JSON round trip. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:

@@ -44,7 +44,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+    """Return a copy of every parameter of a model in the model's dtype, keyed by canonical name.
 
     Args:
         model: Model to read.
@@ -58,7 +58,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
-    """Return the tensors that the model computes with, by canonical name. Kernels have PyTorch's shape.
+    """Return the tensors that the model computes with, keyed by canonical name. Kernels have PyTorch's shape.
 
     The weight of a parametrized layer is the tensor that is computed from its parameters.
 
@@ -112,7 +112,7 @@ def _layer(model, path):
 
 
 def parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by canonical name. Kernels have PyTorch's shape.
+    """Return the model's parameters, keyed by canonical name. Kernels have PyTorch's shape.
 
     Raises:
         ValueError: If a layer may compute with additional or different tensors, or if a weight is computed from other

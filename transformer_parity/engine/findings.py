@@ -76,7 +76,7 @@ class Finding:
         return {**asdict(self), "ratio": self.ratio}
 
 
-# The tensors of a port by case and dtype. The tensors of each case are in the order of computation.
+# The tensors of a port, keyed by case and dtype. The tensors of each case are in the order of computation.
 Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 

@@ -27,7 +27,7 @@ class Outputs:
     Attributes:
         case: The name of the case.
         dtype: The working dtype.
-        paths: The tensors by path and name, in the order of computation.
+        paths: The tensors, keyed by path and name, in the order of computation.
         trace: Arrays for the diagnosis that are not compared, such as the beam after each step of a search.
         hidden: The taps that the implementation deliberately doesn't show.
         weights: The digests of the exported weights; None if the model was not loaded for this case.
@@ -67,7 +67,7 @@ class Outputs:
 
     @property
     def shown(self) -> Tensors:
-        """All tensors by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
+        """All tensors, keyed by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
         found: Tensors = {}
         for path, tensors in self.paths.items():
             if path != FAST or TAPS not in self.paths:

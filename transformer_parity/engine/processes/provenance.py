@@ -190,7 +190,7 @@ def _is_same(place: str, ours: str) -> bool:
 
 
 def _sources(place: str) -> Mapping[str, bytes]:
-    """Return the source of each module in a directory, by relative path."""
+    """Return the source of each module in a directory, keyed by relative path."""
     return dict(_read(place)) if os.path.isdir(place) else {}
 
 

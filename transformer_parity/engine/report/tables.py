@@ -44,7 +44,7 @@ def print_summary(
         console: The console to print to.
         findings: All findings.
         backends: The backends, one per column.
-        titles: The table titles by dtype; None to use the name of the dtype.
+        titles: The table titles, keyed by dtype; None to use the name of the dtype.
     """
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
