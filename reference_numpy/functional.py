@@ -124,7 +124,10 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else 0. You can pass ``y`` as ``x``."""
+    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else 0.
+
+    Instead of ``x``, you can pass the output ``y``, which is positive at the same elements.
+    """
     return dy * (x > 0.0)
 
 

@@ -115,7 +115,7 @@ class Dropout:
         tap: Tap = no_tap,
         name: str = "output",
     ) -> Float[ndarray, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training.
+        """Return ``x`` unchanged in inference, or with dropout applied in training.
 
         Args:
             x: Array of any shape.

@@ -33,7 +33,7 @@ class Adam:
 
     Args:
         parameters: Arrays to update, keyed by canonical name. Their moments start at zero.
-        settings: Training settings, which define both betas and epsilon.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, ndarray], settings: TrainingConfig) -> None:

@@ -38,11 +38,11 @@ class Adam:
     Attributes:
         first_moment: First moment of each parameter, keyed by canonical name.
         second_moment: Second moment of each parameter, keyed by canonical name.
-        settings: Training settings, which define both betas and epsilon.
+        settings: Training settings, which define the betas and epsilon.
     """
 
-    # Optax computes 1 - beta^t in float32 unless x64 is on. Its updates then have an error of 7e-7 at a beta2 of 0.98
-    # and 1e-5 at 0.999. The updates of this class have an error of 1e-7.
+    # Optax computes 1 - beta^t in float32 unless x64 is on. In float32, its updates have an error of 7e-7 at a beta2 of
+    # 0.98 and 1e-5 at 0.999. The updates of this class have an error of 1e-7.
     first_moment: Arrays
     second_moment: Arrays
     settings: TrainingConfig = field(metadata={"static": True})

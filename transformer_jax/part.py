@@ -53,7 +53,7 @@ class Part(nnx.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.precision: str | None = None  # precision of matmuls; None uses the process's setting
+        self.precision: str | None = None  # precision of matmuls; if None, the process's setting is used
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":

@@ -23,7 +23,8 @@ def loading() -> Iterator[None]:
     """Within this context, create parameters as zeros, because weights are loaded afterwards."""
     before = _LOADING.set(True)
     try:
-        # The scope creates variables when it exits. Creating them in each layer's name scope takes 4x longer.
+        # The scope creates variables when it exits. Creating them in each layer's name scope would take four times as
+        # long.
         with keras.StatelessScope():
             yield
     finally:
@@ -76,7 +77,7 @@ class Configured:
         keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Store the arguments. Keras itself stores them only if they are plain values.
+        """Store the arguments. Keras itself stores them only if they are basic types, such as numbers.
 
         Raises:
             TypeError: If the config is not a ``TransformerConfig``.
@@ -93,7 +94,10 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer without None options. ``training=None`` would override the mode of the outer layer."""
+        """Call the layer, omitting options that are None.
+
+        ``training=None`` would override the mode of the outer layer.
+        """
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -144,10 +148,11 @@ class Block(Configured, keras.layers.Layer):
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, store only its inputs, and recompute the layer in the backward pass.
 
-        Pass the training mode and all masks as options, because the mode of the outer call isn't available during the
-        recomputation, and ``tf.recompute_grad`` supports only floating-point inputs.
+        Pass the training mode and all masks as options. During the recomputation, the mode of the outer call isn't
+        available, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # Both times, dropout uses the current state of its generator. With Keras' RematScope, the masks would differ.
+        # In the call and in the recomputation, dropout uses the current state of its generator. With Keras' RematScope,
+        # the masks would differ.
         dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]
         seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
 

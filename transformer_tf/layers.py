@@ -125,7 +125,7 @@ class Dropout(Configured, keras.layers.Dropout):
     """
 
     def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training.
+        """Return ``x`` unchanged in inference, or with dropout applied in training.
 
         Args:
             x: Tensor of any shape.

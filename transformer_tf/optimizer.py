@@ -29,7 +29,7 @@ class Adam:
 
     Args:
         parameters: Variables to update, keyed by canonical name. Frozen variables have no moments.
-        settings: Training settings, which define both betas and epsilon.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, tf.Variable], settings: TrainingConfig) -> None:

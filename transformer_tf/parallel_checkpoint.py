@@ -1,8 +1,8 @@
 """Checkpoints of runs with a distribution strategy: a directory that ``tf.train.Checkpoint`` writes and reads.
 
-Any number of devices can read the directory. It contains the weights under their canonical names, the moments under the
-same names with a prefix, and the rest of the checkpoint in the file ``run.safetensors``. Every copy of the model is
-complete, so only the first process writes. All processes of a run must see the same directory.
+Any number of devices can read the directory. It contains the weights under their canonical names, and the moments under
+the same names with a prefix. The file ``run.safetensors`` contains the rest of the checkpoint. Every copy of the model
+is complete, so only the first process writes. All processes of a run must see the same directory.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Part(Configured, keras.Model):
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.device: str | None = None  # device on which calls run; None uses the caller's scope
+        self.device: str | None = None  # device on which calls run; if None, the caller's scope is used
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
@@ -169,7 +169,7 @@ class Part(Configured, keras.Model):
 
     @property
     def _default_save_signature(self):
-        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs, or None for a decoder."""
+        """Return the function of the IDs that ``tf.saved_model.save`` exports, or None for a decoder."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None

@@ -1,4 +1,4 @@
-"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, precision settings, and input checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def set_precision(precision: str) -> None:
 
 
 def check_placement(dtype: Any, device: Any) -> None:
-    """Check that this package supports a dtype policy, and that this machine has a device.
+    """Check that this package supports a dtype policy, and that a device is available.
 
     Raises:
         ValueError: If the dtype or the device is unknown.

@@ -49,7 +49,7 @@ class OwnDropout(nn.Dropout):
         self.first = self.rows = 0
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training."""
+        """Return ``x`` unchanged in inference, or with dropout applied in training."""
         if not self.training or self.p == 0.0:
             return x
         shape = [self.rows, *x.shape[1:]]
@@ -107,7 +107,10 @@ def Linear(  # noqa: N802  the name of a layer
 
 
 def initialize(linear: nn.Linear) -> nn.Linear:
-    """Initialize the matrix with Xavier-uniform values and the bias with zeros. PyTorch's ranges are narrower."""
+    """Initialize the matrix with Xavier-uniform values and the bias with zeros.
+
+    PyTorch's default ranges are narrower.
+    """
     nn.init.xavier_uniform_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

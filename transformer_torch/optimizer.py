@@ -36,7 +36,7 @@ class Adam(torch.optim.Adam):
 
     Args:
         parameters: Parameters to update. Frozen parameters have no moments.
-        settings: Training settings, which define both betas and epsilon.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:

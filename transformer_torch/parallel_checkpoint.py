@@ -1,8 +1,8 @@
 """Checkpoints of large runs: a directory to which each process writes its shards (``torch.distributed.checkpoint``).
 
 Any number of processes can read the directory, with any plan. It contains the weights with the names and shapes of
-``state_dict()``, the moments under the same names with a prefix, and the rest of the checkpoint in the file
-``run.safetensors``. All processes of a run must see the same directory. Don't read directories from untrusted sources,
+``state_dict()``, and the moments under the same names with a prefix. The file ``run.safetensors`` contains the rest of
+the checkpoint. All processes of a run must see the same directory. Don't read directories from untrusted sources,
 because the description of the tensors is a pickle.
 """
 
@@ -123,7 +123,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _tensors(trainer):
-    """Return all tensors of a run by name, without copying them, so that loading into them changes the trainer."""
+    """Return all tensors of a run, keyed by name, without copying them. Loading into them changes the trainer."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
         state = trainer.optimizer.moments(parameter, trainer.step)

@@ -157,8 +157,8 @@ class Part(nn.Module):
         """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         Raises:
-            ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters,
-                such as an adapter.
+            ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
+                parameters.
         """
         return get_weights(self)
 

@@ -92,11 +92,11 @@ def beam_search(
     """Return the best translations that beam search finds.
 
     Each step extends every unfinished hypothesis by every token and considers the ``beam_size`` most likely extensions.
-    If an extension ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty.
-    The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no unfinished
-    hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of the better
-    hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that finished earlier.
-    Padding is never generated.
+    If an extension ends with EOS or reaches the maximum length, it is ranked by its log-probability divided by the
+    length penalty. The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no
+    unfinished hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of
+    the better hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that
+    finished earlier. Padding is never generated.
 
     Args:
         model: Model, or a module that wraps a model. If you pass ``torch.compile(model)``, the search uses compiled
@@ -215,8 +215,8 @@ def score(
     Args:
         model: Model, or a module that wraps a model.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS but including EOS, padded
-            with ``config.pad_id``.
+        target_ids: One translation per sequence [B, T], or N translations per sequence [B, N, T]. They include EOS but
+            not BOS, and are padded with ``config.pad_id``.
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
 

@@ -50,8 +50,8 @@ def get_weights(model: Model) -> dict[str, ndarray]:
         model: Model to read.
 
     Raises:
-        ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters, such
-            as an adapter.
+        ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
+            parameters.
     """
     check_complete(model, frozen=True)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
@@ -85,8 +85,8 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         frozen: True checks frozen parameters too.
 
     Raises:
-        ValueError: If a parameter has no canonical name, such as an adapter's, or the embedding that is tied to the
-            output projection was replaced.
+        ValueError: If a parameter has no canonical name, for example in an adapter, or if the embedding that is tied to
+            the output projection was replaced.
     """
     layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
@@ -146,7 +146,7 @@ def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
 
 
 def copy_out(name: str, tensor: Tensor) -> ndarray:
-    """Return a copy of a parameter, or a tensor of the same shape, as an array in the canonical shape.
+    """Return a copy of a parameter, or of a tensor of the same shape, as an array in the canonical shape.
 
     A tensor that is sharded over a mesh is gathered first.
 
@@ -180,7 +180,7 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
-    """Return this process's part of a tensor, preceded by its index in the full tensor."""
+    """Return the position of this process's part in the full tensor, and the part itself."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(slice(0, size) for size in tensor.shape), tensor
     (chunk,) = tensor.__create_chunk_list__()
