@@ -1,14 +1,14 @@
 """Weight files: safetensors files with the config as JSON in the metadata. Reading a file never executes code from it.
 
-A checkpoint is a weight file with additional contents: the moments of the optimizer, whose names consist of a prefix
-and the parameter name, and the state of the training run in the metadata. Both types of files can contain a vocabulary
-as tensors of bytes: either one sentencepiece model as the tensor ``vocabulary``, or other files as the tensors
-``vocabulary.<kind>.<name>``.
+A checkpoint is a weight file that also contains the optimizer's moments as tensors, and the state of the training run
+in the metadata. The name of a moment consists of a prefix and the parameter name. Both types of files can contain a
+vocabulary as tensors of bytes: either one sentencepiece model as the tensor ``vocabulary``, or other files as the
+tensors ``vocabulary.<kind>.<name>``.
 
-The metadata has one entry, a JSON object with ``version``, ``config``, ``sha256`` (the checksum of each tensor by
-name), ``training`` (only in checkpoints), and ``part`` (``encoder`` or ``decoder``, if the file contains only the
-tensors of this part). A weight file can also contain ``search`` (search settings for its model) and ``origin`` (the
-source of the weights). Both of them are JSON objects, and ``sha256`` also contains their checksums.
+The metadata has one entry, a JSON object. It contains ``version``, ``config``, and ``sha256``, which maps the name of
+each tensor to its checksum. A checkpoint also contains ``training``. If the file contains only the tensors of the
+encoder or the decoder, ``part`` specifies which. A weight file can also contain ``search`` (search settings for its
+model) and ``origin`` (the source of the weights). ``sha256`` also contains the checksums of these JSON objects.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def check_fetched(path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write C-contiguous arrays to a safetensors file with the permissions that the user's umask specifies.
+    """Write C-contiguous arrays to a safetensors file, whose permissions follow the user's umask.
 
     Raises:
         OSError: If the file can't be written.
@@ -249,12 +249,12 @@ def check_plain(name: str, values: Mapping[Any, Any]) -> None:
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a note, encoded as a JSON list of its name and its contents, with sorted keys."""
+    """Return the SHA-256 of a JSON list that contains the name and the contents of a note, with sorted keys."""
     return hashlib.sha256(json.dumps([name, note], sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a tensor's name, dtype, and shape as a JSON list, followed by its bytes in C order."""
+    """Return the SHA-256 of a JSON list of a tensor's name, dtype, and shape, followed by its bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

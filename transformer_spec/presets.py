@@ -120,8 +120,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Its embedding weights are sqrt(d_model) times larger, and it divides the logits by
-    # sqrt(d_model).
+    # Flax's WMT example. Compared with this preset, Flax stores embedding weights that are sqrt(d_model) times larger,
+    # and divides the logits by sqrt(d_model).
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,

@@ -106,7 +106,7 @@ class SearchPlan(NamedTuple):
         return self._replace(**{name: array[sentences] for name, array in arrays.items() if len(array)})
 
     def to(self, integers: Callable[[ndarray], Any], floats: Callable[[ndarray], Any]) -> SearchPlan:
-        """Return a plan in which ``integers`` has converted all integer arrays, and ``floats`` all float arrays."""
+        """Return a copy of the plan, converting integer arrays with ``integers`` and float arrays with ``floats``."""
         return self._replace(
             limits=integers(self.limits),
             penalties=floats(self.penalties),
@@ -389,7 +389,7 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 def search_result(
     nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
 ) -> SearchResult:
-    """Return the best hypotheses without columns of padding. Raise a ValueError if a best score is NaN or infinite."""
+    """Return the best hypotheses without all-padding columns. Raise a ValueError if a best score is NaN or infinite."""
     nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():

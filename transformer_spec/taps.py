@@ -2,7 +2,8 @@
 
 A tap callback is a function ``tap(name, value) -> value``. The model calls ``scores = tap("scores", scores)`` and
 continues with the result. In any framework, you can use taps to record activations, to run a block on given inputs, and
-to compute the gradient at a tap: add an array of zeros to the value, and differentiate with respect to this array.
+to compute the gradient at a tap. To compute the gradient, add an array of zeros to the value, and differentiate with
+respect to this array.
 
 In training, the reference also has a tap for each dropout mask. Its name is the name of the tap that precedes the
 dropout, followed by ``_keep``.
@@ -61,7 +62,10 @@ def within(tap: Tap, prefix: str) -> Tap:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name. ``*`` matches one part of the name, and ``**`` any number of parts."""
+    """Return whether a pattern matches a name.
+
+    ``*`` matches one part of the name, and ``**`` matches any number of parts.
+    """
     return re.fullmatch(_as_regular_expression(pattern), name) is not None
 
 

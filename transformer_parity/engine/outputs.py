@@ -1,4 +1,4 @@
-"""The outputs of one implementation: named tensors by path, from a run or from a directory of files."""
+"""The outputs of one implementation: named tensors for each path, from a run or from a directory of files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# A path is a way to run a model: ``taps`` calls all taps, ``fast`` runs the model the way users do, ``cached`` decodes
-# position by position with a cache, ``load`` only loads and exports the weights, and ``files`` reads the results of an
+# A path is a way to run a model. ``taps`` calls all taps. ``fast`` runs the model the way users do. ``cached`` decodes
+# position by position with a cache. ``load`` only loads and exports the weights. ``files`` reads the results of an
 # earlier run from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns

@@ -80,7 +80,7 @@ class Child:
         self._received: deque[Any] = deque()
         self._number = 0  # number of messages received so far
         self._is_stopped = False
-        self._unreadable = ""  # the reason why a message of the process can't be read
+        self._unreadable = ""  # the reason why a message from the process can't be read
         self._to_send: SimpleQueue[bytes] = SimpleQueue()
         self._has_ended = False
         reader = Thread(target=self._read, daemon=True)
