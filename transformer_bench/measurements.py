@@ -72,7 +72,7 @@ class Entry:
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as built-in Python types. If a result doesn't agree, None replaces all times."""
+        """Return the entry as built-in Python types. If a result doesn't agree, all times are replaced with None."""
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},

@@ -23,7 +23,7 @@ def clip_factor(norm: Array, clip_norm: float | None) -> Array | float:
 
     Args:
         norm: Norm of the gradient.
-        clip_norm: Maximum norm. None disables clipping.
+        clip_norm: Maximum norm. If None, gradients aren't clipped.
     """
     return 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
 

@@ -126,7 +126,7 @@ class TransformerConfig:
             if ``decoder_num_heads`` is set, and ``d_k`` otherwise.
         decoder_d_v: Size of values per head in the decoder. If None, the size is d_model / decoder_num_heads if
             ``decoder_num_heads`` is set, and ``d_v`` otherwise.
-        decoder_d_ff: Inner size of the decoder's feed-forward networks. None uses ``d_ff``.
+        decoder_d_ff: Inner size of the decoder's feed-forward networks. If None, ``d_ff`` is used.
         skip_first_self_attention: True omits the self-attention of the first decoder layer.
 
     Raises:
@@ -173,7 +173,7 @@ class TransformerConfig:
     decoder_num_heads: int | None = None  # if None, num_heads is used
     decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_k
     decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_v
-    decoder_d_ff: int | None = None  # None uses d_ff
+    decoder_d_ff: int | None = None  # if None, d_ff is used
     skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
 
     def __post_init__(self) -> None:

@@ -142,7 +142,7 @@ class Search:
         top_k: Number of most likely tokens to sample from. If None, all tokens are used.
         top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. If None,
             all tokens are used.
-        seed: Seed of the random numbers. None disables sampling.
+        seed: Seed of the random numbers. If None, the search doesn't sample.
 
     Raises:
         TypeError: If a field has the wrong type.

@@ -23,8 +23,7 @@ def loading() -> Iterator[None]:
     """Within this context, create parameters as zeros, because weights are loaded afterwards."""
     before = _LOADING.set(True)
     try:
-        # The scope creates variables when it exits. Creating them in each layer's name scope would take four times as
-        # long.
+        # The scope creates variables when it exits. Creating them in each layer's name scope would take 4x longer.
         with keras.StatelessScope():
             yield
     finally:
@@ -94,7 +93,7 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer, omitting options that are None.
+        """Call the layer, but omit options with the value None.
 
         ``training=None`` would override the mode of the outer layer.
         """
