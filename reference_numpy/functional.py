@@ -155,7 +155,7 @@ def gelu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Fl
 
 
 def gelu_tanh(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the tanh approximation of GELU, which has an error of at most 5e-4."""
+    """Return the tanh approximation of GELU. The approximation error is at most 5e-4."""
     return 0.5 * x * (1.0 + _tanh(x))
 
 

@@ -37,7 +37,7 @@ WORK = "transformer_bench.mutation_work:work"  # the function that each process 
 # Maximum number of mutants per process. It is limited because the modified copies of a package stay in memory.
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
 PATIENCE = 30.0  # maximum seconds for a case or an import; a mutant that takes longer is considered to hang
-START = 300.0  # maximum seconds for the unmodified package, which also compiles the operations that mutants reuse
+START = 300.0  # maximum seconds for the unmodified package, including the compilation of operations that mutants reuse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -54,7 +54,10 @@ class SameKey(nnx.RngStream):
 
 
 def same_keys() -> nnx.Rngs:
-    """Return a random state for a model that is never initialized. It has no key counter, which is slow to trace."""
+    """Return a random state for a model that is never initialized.
+
+    It has no key counter, because a counter is slow to trace.
+    """
     rngs = nnx.Rngs(0)
     rngs.default = SameKey(0, tag="default")  # type: ignore[attr-defined]
     return rngs

@@ -148,7 +148,7 @@ def write_file(
     tensors: Mapping[str, ndarray],
     vocabulary: bytes | VocabularyFiles | None,
 ) -> None:
-    """Write a description and tensors, which the caller has checked, to a file atomically.
+    """Write a description and tensors to a file atomically. The caller must have checked them.
 
     Args:
         path: File to create or replace.

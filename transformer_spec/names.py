@@ -116,7 +116,7 @@ def check_weights(
         got = type(weights).__name__
         raise TypeError(f"{what} must be a mapping of names to arrays, as returned by export_weights(): got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
-    if layers > len(weights):  # fail before listing the names, which could take too long for a corrupt config
+    if layers > len(weights):  # fail early, because listing the names of a corrupt config could take too long
         raise ValueError(f"{what} contain {len(weights)} tensors, too few for the config's {layers} layers")
     shapes = parameter_shapes(config, part)
     others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])

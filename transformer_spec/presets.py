@@ -92,8 +92,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # Hugging Face's MarianMTModel, as configured in the OPUS-MT checkpoints. Decoding starts with PAD.
     "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
     # Marian NMT, the C++ program that trains these checkpoints. It uses different frequencies in the positional
-    # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector, which
-    # this preset represents as a BOS token with a zero embedding.
+    # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector. This
+    # preset represents the vector as a BOS token with a zero embedding.
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
     # The `transformer` architecture of fairseq. Positions start after the padding ID. Decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},

@@ -66,7 +66,7 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return a result with the same shapes, whose arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
+        """Return a result with the same shapes. Its arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 

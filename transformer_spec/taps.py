@@ -50,7 +50,7 @@ def checked(tap: Tap) -> Tap:
 
 
 def within(tap: Tap, prefix: str) -> Tap:
-    """Return a tap for a submodule, which adds the submodule's path to the names.
+    """Return a tap for a submodule. It adds the submodule's path to the names.
 
     Args:
         tap: Tap of the module.

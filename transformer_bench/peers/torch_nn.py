@@ -1,4 +1,4 @@
-"""A model based on ``torch.nn.Transformer``, with tied embeddings, run eagerly or via ``torch.compile``."""
+"""A model based on ``torch.nn.Transformer`` with tied embeddings. It runs eagerly or via ``torch.compile``."""
 
 # ruff: noqa: D102  methods are documented in Peer
 

@@ -128,7 +128,7 @@ class Replay:
     """Reruns the blocks of a port or of the reference on given intermediate values.
 
     Attributes:
-        about: A blame without marks, which specifies the port, dtype, case, and stage.
+        about: A blame without marks. It specifies the port, dtype, case, and stage.
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
             float64.

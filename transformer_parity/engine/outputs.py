@@ -28,7 +28,7 @@ class Outputs:
         case: The name of the case.
         dtype: The working dtype.
         paths: The tensors, keyed by path and name, in the order of computation.
-        trace: Arrays for the diagnosis that are not compared, such as the beam after each step of a search.
+        trace: Arrays that are used for the diagnosis but not compared, such as the beam after each step of a search.
         hidden: The taps that the implementation deliberately doesn't show.
         weights: The digests of the exported weights; None if the model was not loaded for this case.
         skipped: The unsupported paths, with the reasons.

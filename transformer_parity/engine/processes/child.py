@@ -32,7 +32,7 @@ WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interr
 
 
 def _widen(pipe: Any) -> None:
-    """Increase a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
+    """Increase a pipe's buffer to halve the time needed to read hundreds of megabytes."""
     with suppress(ImportError, AttributeError, OSError):  # only Linux supports it, and user limits apply
         import fcntl
 
