@@ -143,7 +143,7 @@ class Replay:
     distance: Callable[[str, Arrays, Arrays], float] = distance
 
     def blocks_of_port(self, port: Rerun, goes_on: Callable[[Arrays, Arrays], bool] | None = None) -> Evidence:
-        """Rerun the port on the reference's values or, if the port ignores them, the reference on the port's values.
+        """Rerun the port on the reference's values. If the port ignores them, rerun the reference on the port's values.
 
         Args:
             port: A function that runs the port.
