@@ -37,9 +37,9 @@ def scaled_dot_product_attention(
         query: One query vector per position.
         key: One key vector per memory position.
         value: One value vector per memory position.
-        mask: True if a query may attend to a key. If a query may not attend to any key, its context is zero. None
-            applies no mask.
-        dropout: Function that applies dropout to the attention weights. None applies no dropout.
+        mask: True if a query may attend to a key. If a query can't attend to any key, its context is zero. If None, no
+            mask is applied.
+        dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
 
@@ -85,7 +85,7 @@ def scaled_dot_product_attention_backward(
             pass needs no mask.
         dcontext: Gradient with respect to the context.
         dropout: Function that applies the dropout of the forward pass. Because dropout is linear, the backward pass
-            applies this function both to the weights and to their gradient. None applies no dropout.
+            applies this function both to the weights and to their gradient. If None, no dropout is applied.
         tap: Callback that receives the gradient at each tap of the forward pass. Its return value replaces the
             gradient.
     """
@@ -219,12 +219,13 @@ class MultiHeadAttention:
             query: One vector per query position.
             memory: One vector per memory position. In self-attention, this is the same array as ``query``. To reuse
                 keys and values between calls, pass the result of ``project``.
-            mask: True if a query position may attend to a memory position. None applies no mask.
+            mask: True if a query position may attend to a memory position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
-                ``memory`` to the cache, and attends to all positions in the cache. None attends to ``memory`` only.
+                ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
+                ``memory``.
         """
         shape = query.shape
         if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory

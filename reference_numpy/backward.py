@@ -233,11 +233,11 @@ def transformer_backward(
         source_ids: Source token IDs of the forward pass.
         target_ids: Target token IDs that the decoder read in the forward pass.
         dlogits: Gradient of the loss with respect to the logits.
-        seen: Tap that was passed to the forward pass. It is a ``Recorder`` that stored all values, including the
-            dropout masks, or an instance of ``Activations`` or ``LayerInputs``.
-        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. If the
-            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. None records all
-            gradients.
+        seen: Tap that was passed to the forward pass. It must be an ``Activations`` or ``LayerInputs`` object, or a
+            ``Recorder`` that stores all values, including the dropout masks.
+        found: ``Recorder`` that is called with each name and gradient. Its return value replaces the gradient. If the
+            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. If None, all gradients are
+            recorded.
 
     Returns:
         The gradients at the parameters and the gradients at the taps, as two dicts.

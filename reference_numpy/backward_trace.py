@@ -70,7 +70,7 @@ class LayerInputs(Recorder):
     masks.
 
     Args:
-        masks: Attention masks that are passed to each layer, by stack (``encoder`` or ``decoder``).
+        masks: Attention masks that are passed to each layer, keyed by stack (``encoder`` or ``decoder``).
         rng: Random generator for dropout in the forward pass. None if there is no dropout.
     """
 
@@ -78,7 +78,7 @@ class LayerInputs(Recorder):
         super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
         self.masks = masks
         self.rng = rng
-        self.generators: dict[str, np.random.Generator] = {}  # copied generators, by path of the layer
+        self.generators: dict[str, np.random.Generator] = {}  # copied generators, keyed by the path of the layer
 
     def __call__(self, name: str, value: Any) -> Any:
         """Return the value, and store it if a layer reads it."""

@@ -63,13 +63,13 @@ class DecoderLayer:
         Args:
             x: One vector per target position.
             memory: Encoder memory, or its keys and values from ``cross_attention.project``.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
         """
@@ -170,13 +170,13 @@ class DecoderStack:
         Args:
             x: One embedding per target position.
             memory: Encoder memory: one vector per source position.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), rng)

@@ -29,8 +29,9 @@ def sinusoidal_encoding(
         d_model: Number of channels. It must be even.
         layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
             first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
-            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
+        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. The
+            longest is slightly less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with
+            ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -96,7 +97,7 @@ class SinusoidalPosition:
         self.config = config
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
-        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+        """Return ``x`` plus the encoding of each position. Encodings are computed in float64 and rounded once.
 
         Args:
             x: One vector per position.

@@ -51,10 +51,10 @@ class EncoderLayer:
 
         Args:
             x: One vector per source position.
-            mask: True if a query position may attend to a key position. None applies no mask.
+            mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng)
@@ -100,10 +100,10 @@ class EncoderStack:
 
         Args:
             x: One embedding per source position.
-            mask: True if a query position may attend to a key position. None applies no mask.
+            mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
         for i, layer in enumerate(self.layers):
             x = layer(x, mask, within(tap, f"layers.{i}"), rng)

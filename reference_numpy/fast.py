@@ -34,7 +34,7 @@ PIECE = 2**15  # number of elements of a parameter to update at a time, so that 
 
 
 def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
-    """Sum over the last axis using a dot product with ones, which BLAS computes faster than NumPy computes ``sum``."""
+    """Sum over the last axis using a dot product with ones, because BLAS is faster than ``np.sum``."""
     return np.vecdot(x, _ones(x.shape[-1], x.dtype))[..., None]
 
 
@@ -59,8 +59,8 @@ class FastLinear(Linear):
     """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
 
     Attributes:
-        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. None
-            allocates a new array.
+        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. If None, a
+            new array is allocated.
     """
 
     buffer: ndarray | None = None
@@ -219,7 +219,10 @@ def attend(
 
 
 def _attend_in_blocks(query, key, value, mask, dropout):
-    """Compute attention for one head and one block of queries at a time, in the order in which dropout samples."""
+    """Compute attention for one block of queries of one head at a time.
+
+    The blocks are in the order in which dropout samples masks.
+    """
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
     allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))

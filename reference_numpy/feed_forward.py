@@ -45,7 +45,7 @@ class PositionwiseFeedForward:
             x: One vector per position.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))

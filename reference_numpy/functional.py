@@ -43,7 +43,7 @@ def masked_softmax(
 
     Args:
         scores: Similarity of each key to the query.
-        mask: True if a key is allowed. None allows every key.
+        mask: True if a key is allowed. If None, every key is allowed.
     """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
@@ -124,7 +124,10 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else 0. You can pass ``y`` as ``x``."""
+    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else 0.
+
+    Instead of ``x``, you can pass the output ``y``, which is positive at the same elements.
+    """
     return dy * (x > 0.0)
 
 
@@ -152,7 +155,7 @@ def gelu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Fl
 
 
 def gelu_tanh(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the tanh approximation of GELU, which has an error of at most 5e-4."""
+    """Return the tanh approximation of GELU. The approximation error is at most 5e-4."""
     return 0.5 * x * (1.0 + _tanh(x))
 
 

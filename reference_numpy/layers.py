@@ -115,11 +115,11 @@ class Dropout:
         tap: Tap = no_tap,
         name: str = "output",
     ) -> Float[ndarray, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training.
+        """Return ``x`` unchanged in inference, or with dropout applied in training.
 
         Args:
             x: Array of any shape.
-            rng: Random generator. None disables dropout (inference).
+            rng: Random generator. If None, dropout is disabled (inference).
             tap: Callback that receives the mask of the kept elements. Its return value replaces the mask.
             name: Name of the tap that received ``x``. The tap of the mask is called ``{name}_keep``.
         """

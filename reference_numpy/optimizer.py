@@ -21,7 +21,7 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
     Args:
         norm: Norm of the gradient.
-        clip_norm: Maximum norm. None disables clipping.
+        clip_norm: Maximum norm. If None, gradients aren't clipped.
     """
     return 1.0 if clip_norm is None else clip_norm / max(norm, clip_norm)
 
@@ -32,8 +32,8 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Arrays to update, by canonical name. Their moments start at zero.
-        settings: Training settings, which define both betas and epsilon.
+        parameters: Arrays to update, keyed by canonical name. Their moments start at zero.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, ndarray], settings: TrainingConfig) -> None:
@@ -48,7 +48,7 @@ class Adam:
         """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: Gradient of each parameter, by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

@@ -46,7 +46,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.

@@ -34,8 +34,8 @@ class Part:
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -89,8 +89,8 @@ class Part:
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -122,8 +122,8 @@ class Part:
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             OSError: If the file can't be read.
@@ -139,7 +139,7 @@ class Part:
         return f"{type(self).__name__}({sizes}): {count:,} parameters in {parameters[0].dtype}"
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, by canonical name.
+        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         Raises:
             ValueError: If the number of layers doesn't match the config.

@@ -1,4 +1,4 @@
-"""Dtypes, devices, and precision, and checks of the inputs and random generators that callers pass."""
+"""Dtypes, devices, precision settings, and checks of inputs and random generators."""
 
 from __future__ import annotations
 

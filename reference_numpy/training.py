@@ -138,7 +138,8 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``. Each step divides the batch over its devices. None uses only the model's device.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. If None, only the model's
+            device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
 

@@ -28,8 +28,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -49,11 +49,11 @@ class Encoder(Part):
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
@@ -87,8 +87,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -116,14 +116,15 @@ class Decoder(Part):
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
             memory: Encoder memory, as returned by ``encode``.
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``source_mask`` is
+                required.
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
 
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
@@ -163,11 +164,11 @@ class Decoder(Part):
         """Return a cache for ``decode_step``, which decodes the target step by step.
 
         Args:
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``memory`` and
-                ``source_mask``.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``memory`` and
+                ``source_mask`` are required.
             capacity: Maximum number of target positions, including BOS.
             beam_size: Number of hypotheses per source sequence.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
@@ -233,8 +234,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.
@@ -259,13 +260,13 @@ class Transformer(Encoder, Decoder):
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            rng: Random generator for dropout. None disables dropout (inference).
+            rng: Random generator for dropout. If None, dropout is disabled (inference).
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.

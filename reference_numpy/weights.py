@@ -1,4 +1,4 @@
-"""Functions that set and return the weights of a model by canonical name, which is the path of the attribute."""
+"""Functions that set and return the weights of a model. The canonical name of a weight is its attribute path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+    """Return a copy of every parameter of a model in the model's dtype, keyed by canonical name.
 
     Args:
         model: Model to read.

@@ -82,8 +82,8 @@ def sent(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
 def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4) -> dict[str, int]:
     """Return the number of bytes that a device stores in a step.
 
-    The activations include only the operands of matmuls, which the backward pass requires, so their size is a lower
-    bound. Attention weights are excluded, because a fused kernel never stores them.
+    The activations include only the operands of matmuls. The backward pass requires all of them, so their size is a
+    lower bound. Attention weights are excluded, because a fused kernel never stores them.
     """
     own = sum(
         size // (plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1)

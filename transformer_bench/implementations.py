@@ -273,7 +273,7 @@ class DecodeMarian(Other):
             attention_mask=torch.from_numpy((work.source_ids != config.pad_id).astype(np.int64)),
             generation_config=settings,
         )
-        self._scores: dict[bytes, ndarray] = {}  # scores of greedy searches, by the generated tokens
+        self._scores: dict[bytes, ndarray] = {}  # scores of greedy searches, keyed by the generated tokens
 
     def result(self, found: Any) -> SearchResult:
         """Return tokens and scores.

@@ -114,7 +114,7 @@ class Library(Implementation):
 def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> list[Library]:
     """Return the libraries to measure for the given workload.
 
-    TensorFlow isn't measured if JAX is measured, because both of them use XLA.
+    TensorFlow isn't measured if JAX is measured, because both use XLA.
     """
     names = {*backends, *(("torch", "jax") if peers else ())}
     if work.device == "cpu" and work.dtype == "float32":

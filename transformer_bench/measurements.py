@@ -72,7 +72,7 @@ class Entry:
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as built-in Python types. If a result doesn't agree, None replaces all times."""
+        """Return the entry as built-in Python types. If a result doesn't agree, all times are replaced with None."""
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},
@@ -96,12 +96,12 @@ class Spread:
 
 
 def ratio(entry: Entry, against: Entry) -> Spread:
-    """Divide the time of one entry by the time of another in each round, and return the spread of these ratios."""
+    """Divide one entry's time by another entry's time in each round, and return the spread of these ratios."""
     return Spread.of([ours / theirs for ours, theirs in zip(entry.seconds, against.seconds, strict=False)])
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry with the lowest median time among entries with a result; None if none was timed."""
+    """Return the entry with the lowest median time among entries with a result; None if no entry was timed."""
     timed = [entry for entry in entries if entry.is_timed and entry.has_result]
     return min(timed, key=lambda entry: median(entry.seconds), default=None)
 

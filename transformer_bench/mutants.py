@@ -177,7 +177,7 @@ class _Changes:
                     inside = f"{where}.{node.name}".strip(".")
                     yield from self._of_decorators(node, inside)
                     if is_inner := bool(names) and self.outer is None:
-                        self.outer = self.function  # TensorFlow runs a copy of inner functions, which can't be traced
+                        self.outer = self.function  # TensorFlow runs untraceable copies of inner functions
                     if isinstance(node, ast.FunctionDef) and self.outer is None:
                         self.function = _lines(node)
                     if isinstance(node, ast.FunctionDef):

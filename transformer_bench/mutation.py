@@ -34,10 +34,10 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.transformer.ports.registry import PORTS
 
 WORK = "transformer_bench.mutation_work:work"  # the function that each process runs
-# Maximum number of mutants per process, because the modified copies of a package stay in memory.
+# Maximum number of mutants per process. It is limited because the modified copies of a package stay in memory.
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
 PATIENCE = 30.0  # maximum seconds for a case or an import; a mutant that takes longer is considered to hang
-START = 300.0  # maximum seconds for the unmodified package, which also compiles the operations that mutants reuse
+START = 300.0  # maximum seconds for the unmodified package, including the compilation of operations that mutants reuse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of mutants that each column catches, and the surviving mutants, as built-in Python types."""
+    """Return the number of mutants caught in each column, and the surviving mutants, as built-in Python types."""
     found = {(row["key"], row["column"]): row for row in rows}
     packages: dict[str, Any] = {}
     for backend, mutants in by_backend.items():
@@ -168,7 +168,7 @@ def _messages(children: Children, child: Child, patience: float) -> Iterator[Any
 def print_score(
     console: Console, by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Print how many mutants each column catches, and the surviving mutants."""
+    """Print how many mutants are caught in each column, and the surviving mutants."""
     table = tables.table("mutants", *COLUMNS)
     for backend, mutants in by_backend.items():
         cells = []

@@ -314,7 +314,10 @@ def work(parent: Parent) -> None:
 
 
 def forget_open_calls() -> None:
-    """Reset Keras's state after a mutant interrupted a layer call. Later calls would use the arguments of that call."""
+    """Reset Keras's state after a mutant interrupted a layer call.
+
+    Otherwise, later calls would use that call's arguments.
+    """
     if "keras" in sys.modules:
         from keras.src.backend.common.global_state import set_global_attribute
 

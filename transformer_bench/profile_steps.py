@@ -39,7 +39,7 @@ REST = "residual sums, masks and Python"
 LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
 PROGRAMS = "PROFILED_PROGRAMS"  # the environment variable with the directory to which XLA writes compiled programs
 WARM = 2  # number of warm-up calls, the first of which compiles
-Names = Mapping[str, float]  # seconds by function or operation
+Names = Mapping[str, float]  # seconds, keyed by function or operation
 
 XLA = {
     r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "products",
@@ -135,7 +135,7 @@ def torch_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def jax_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of XLA instructions by name, without their numeric suffix, and the remaining time in Python."""
+    """Return the time of XLA instructions, keyed by name without numeric suffix, and the remaining time in Python."""
     import jax
 
     return traced(jax.profiler.trace, run, calls)

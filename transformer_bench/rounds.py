@@ -43,7 +43,10 @@ class Implementation:
         """Raise a MissingFrameworkError with the install command if a required package isn't installed."""
 
     def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
-        """Return a context manager that yields the environment variables of each process. They run inside it."""
+        """Return a context manager that yields the environment variables of each process.
+
+        The processes run inside this context.
+        """
         return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:

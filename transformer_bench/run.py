@@ -114,7 +114,7 @@ class Timing:
 
     @classmethod
     def begin(cls, setting: Setting) -> Timing:
-        """Return a timing without results, which describes this machine."""
+        """Return a timing that describes this machine and has no results."""
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:

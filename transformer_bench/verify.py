@@ -69,10 +69,10 @@ class ForwardVerifier:
 
 
 class TrainVerifier:
-    """Compare losses with the losses of the reference's trainer in float64, which runs a step when its loss is needed.
+    """Compare losses with the losses of the reference's float64 trainer.
 
-    With dropout, each implementation drops different elements, so losses may differ from the reference by a few
-    percent.
+    This trainer runs a step when its loss is needed. With dropout, each implementation drops different elements, so
+    losses may differ from the reference by a few percent.
     """
 
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:

@@ -220,7 +220,8 @@ class TrainWork(Work):
     Attributes:
         dtype: The dtype of the computation. The weights are always float32.
         dropout: The dropout rate of embeddings and residuals, the two sites at which the paper applies dropout.
-        activation_checkpointing: Whether to recompute activations in the backward pass, which peers don't support.
+        activation_checkpointing: Whether to recompute activations in the backward pass. Peers don't support this
+            option.
     """
 
     task = "train"

@@ -65,7 +65,7 @@ def padded(
 
 
 def parameters_of(model: Transformer) -> Arrays:
-    """Return the array of every parameter, by canonical name."""
+    """Return the array of every parameter, keyed by canonical name."""
     # Read the raw value, because get_value takes 12% of a small step.
     return {name: parameter_of(model, name).get_raw_value() for name in parameter_shapes(model.config)}
 

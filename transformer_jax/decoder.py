@@ -66,10 +66,10 @@ class DecoderLayer(nnx.Module):
         Args:
             x: One vector per target position.
             memory: Encoder memory, or its keys and values from ``cross_attention.project``.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
@@ -170,10 +170,10 @@ class DecoderStack(nnx.Module):
         Args:
             x: One embedding per target position.
             memory: Encoder memory: one vector per source position.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """

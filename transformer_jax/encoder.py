@@ -51,7 +51,7 @@ class EncoderLayer(nnx.Module):
 
         Args:
             x: One vector per source position.
-            mask: True if a query position may attend to a key position. None applies no mask.
+            mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
@@ -96,7 +96,7 @@ class EncoderStack(nnx.Module):
 
         Args:
             x: One embedding per source position.
-            mask: True if a query position may attend to a key position. None applies no mask.
+            mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """

@@ -1,7 +1,8 @@
-"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
+"""Optimized functions and layers.
 
-``accelerate`` makes attention process long inputs block by block, and replaces linear layers with layers whose
-gradients are plain matmuls. Searches select the best extensions block by block.
+A model with ``fast=False`` doesn't use them, but computes the same results up to rounding. ``accelerate`` makes
+attention process long inputs block by block, and replaces linear layers with layers whose gradients are plain matmuls.
+Searches select the best extensions block by block.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class SameKey(nnx.RngStream):
 
 
 def same_keys() -> nnx.Rngs:
-    """Return a random state for a model that is never initialized. It has no key counter, which is slow to trace."""
+    """Return a random state for a model that is never initialized.
+
+    It has no key counter, because a counter is slow to trace.
+    """
     rngs = nnx.Rngs(0)
     rngs.default = SameKey(0, tag="default")  # type: ignore[attr-defined]
     return rngs
@@ -126,8 +130,8 @@ def _attend_in_blocks(query, key, value, mask):
 def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
-    On a CPU, the maximum of each block takes 90% less time than ``top_k`` of all values. The largest values are in the
-    blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
+    On a CPU, computing the maximum of each block takes 90% less time than ``top_k`` on all values. The largest values
+    are in the blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     rows, size = values.shape
     values = jnp.where(jnp.isnan(values), inf, values)  # rank NaN first, so that the search raises an error

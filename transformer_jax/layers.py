@@ -32,7 +32,7 @@ def masked_softmax(
 
     Args:
         scores: Similarity of each key to the query.
-        mask: True if a key is allowed. None allows every key.
+        mask: True if a key is allowed. If None, every key is allowed.
     """
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))  # bfloat16 is too imprecise for sums
     if mask is None:

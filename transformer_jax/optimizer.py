@@ -10,7 +10,7 @@ from jax import Array
 
 from transformer_spec.training_config import TrainingConfig
 
-Arrays = dict[str, Array]  # arrays by canonical name
+Arrays = dict[str, Array]  # arrays, keyed by canonical name
 
 
 def global_norm(gradient: Arrays) -> Array:
@@ -23,7 +23,7 @@ def clip_factor(norm: Array, clip_norm: float | None) -> Array | float:
 
     Args:
         norm: Norm of the gradient.
-        clip_norm: Maximum norm. None disables clipping.
+        clip_norm: Maximum norm. If None, gradients aren't clipped.
     """
     return 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
 
@@ -36,13 +36,13 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Attributes:
-        first_moment: First moment of each parameter, by canonical name.
-        second_moment: Second moment of each parameter, by canonical name.
-        settings: Training settings, which define both betas and epsilon.
+        first_moment: First moment of each parameter, keyed by canonical name.
+        second_moment: Second moment of each parameter, keyed by canonical name.
+        settings: Training settings, which define the betas and epsilon.
     """
 
-    # Optax computes 1 - beta^t in float32 unless x64 is on. Its updates then have an error of 7e-7 at a beta2 of 0.98
-    # and 1e-5 at 0.999. The updates of this class have an error of 1e-7.
+    # Optax computes 1 - beta^t in float32 unless x64 is on. In float32, its updates have an error of 7e-7 at a beta2 of
+    # 0.98 and 1e-5 at 0.999. The updates of this class have an error of 1e-7.
     first_moment: Arrays
     second_moment: Arrays
     settings: TrainingConfig = field(metadata={"static": True})
@@ -58,8 +58,8 @@ class Adam:
         """Take a step: return the new parameters, and an optimizer with the new moments.
 
         Args:
-            parameters: Parameters before the step, by canonical name.
-            gradient: Gradient of each parameter, by canonical name.
+            parameters: Parameters before the step, keyed by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

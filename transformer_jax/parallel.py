@@ -1,9 +1,10 @@
 """Training on several devices with a mesh, over which JAX distributes arrays and computations.
 
-The trainer shards the arrays of the model, which you can still call. If the arrays belong to several processes, call
-the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is always
-``global``, which takes no extra time. By default (``jax_threefry_partitionable``), random bits depend only on their
-position in the mask, so each device generates only the bits for its part. ``local`` has the same effect.
+The trainer shards the arrays of the model, which you can still call. If the arrays are sharded over several processes,
+call the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is
+always ``global``, which takes no extra time. By default (``jax_threefry_partitionable``), random bits depend only on
+their position in the mask, so each device generates only the bits for its part. ``local`` has the same effect as
+``global``.
 
 Axes: B batch, L length.
 """
@@ -39,11 +40,12 @@ MORE_DEVICES = (
 def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
     """Return a ``jax.sharding.Mesh`` for a ``Trainer``.
 
-    If ``JAX_COORDINATOR_ADDRESS`` is set, the process first joins the others via ``jax.distributed.initialize``.
+    If ``JAX_COORDINATOR_ADDRESS`` is set, the process first joins the other processes via
+    ``jax.distributed.initialize``.
 
     Args:
         plan: Number of devices along each axis.
-        device: ``cpu``, ``gpu``, or ``tpu``. None uses JAX's default platform.
+        device: ``cpu``, ``gpu``, or ``tpu``. If None, JAX's default platform is used.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the platform is unknown.
@@ -65,7 +67,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``jax.sharding.Mesh``.
@@ -79,7 +81,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
@@ -159,8 +161,8 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
     """Shard traced parameters, or arrays of the same shapes, as the mesh specifies.
 
     Args:
-        arrays: Arrays by canonical name.
-        mesh: Mesh, or None, which returns the arrays unchanged.
+        arrays: Arrays, keyed by canonical name.
+        mesh: Mesh. If None, the arrays are returned unchanged.
         gathered: True gathers the axis that ``fsdp`` divides.
     """
     if mesh is None:

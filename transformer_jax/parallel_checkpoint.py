@@ -49,7 +49,7 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. None saves an empty dict.
+            values must survive a JSON round trip. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
@@ -131,7 +131,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _arrays(trainer):
-    """Return all arrays of a run by name, with their sharding."""
+    """Return all arrays of a run with their sharding, keyed by name."""
     weights = {name: parameter_of(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
     groups = weights, trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: group[name] for prefix, group in zip(PREFIXES, groups, strict=True) for name in weights}

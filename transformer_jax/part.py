@@ -35,8 +35,8 @@ class Part(nnx.Module):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part(nnx.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.precision: str | None = None  # precision of matmuls; None uses the process's setting
+        self.precision: str | None = None  # precision of matmuls; if None, the process's setting is used
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":
@@ -93,14 +93,14 @@ class Part(nnx.Module):
                 parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
                 Layers compute in the dtype of their parameters, even if you cast the model's state later.
-            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. None lets JAX choose the device and move the
+            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. If None, JAX chooses the device and can move the
                 arrays.
-            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
-                setting of the process.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
-                call the model in train mode. A ``Trainer`` uses its own seed instead.
+            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). If None, the
+                setting of the process is used.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. If None, Flax raises an error when the
+                model is called in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
@@ -141,14 +141,14 @@ class Part(nnx.Module):
             path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
             dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
                 Layers compute in the dtype of their parameters, even if you cast the model's state later.
-            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. None lets JAX choose the device and move the
+            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. If None, JAX chooses the device and can move the
                 arrays.
-            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
-                setting of the process.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
-                call the model in train mode. A ``Trainer`` uses its own seed instead.
+            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). If None, the
+                setting of the process is used.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. If None, Flax raises an error when the
+                model is called in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             OSError: If the file can't be read.
@@ -160,7 +160,7 @@ class Part(nnx.Module):
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, by canonical name.
+        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 

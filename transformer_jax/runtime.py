@@ -1,4 +1,4 @@
-"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, precision settings, and input checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_precision(precision: str) -> None:
 
 
 def check_placement(dtype: Any, device: Any) -> None:
-    """Check that this package supports a dtype, and that this machine has a device.
+    """Check that this package supports a dtype, and that a device is available.
 
     Raises:
         ValueError: If the dtype or the device is unknown.
@@ -71,7 +71,7 @@ def to_dtype(dtype: Any) -> str:
 
 
 def to_device(device: Any) -> jax.Device | None:
-    """Return a device, given a device or a platform. None returns JAX's default device.
+    """Return a device, given a device or a platform. If None, return JAX's default device.
 
     Raises:
         ValueError: If the platform is unknown.

@@ -47,7 +47,10 @@ def within_pool(values: Float[Array, "B X"], finished: Float[Array, "B P"]) -> F
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return log-probabilities [R, V] that allow only one token. If ``scored`` is False, its log-probability is 0."""
+    """Return log-probabilities [R, V] that allow only one token.
+
+    If ``scored`` is False, the log-probability of this token is 0.
+    """
     is_token = jnp.arange(log_probabilities.shape[1]) == token
     return jnp.where(is_token, log_probabilities if scored else jnp.zeros_like(log_probabilities), -inf)
 

@@ -29,8 +29,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -51,7 +51,7 @@ class Encoder(Part):
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
@@ -86,8 +86,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -116,10 +116,11 @@ class Decoder(Part):
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
             memory: Encoder memory, as returned by ``encode``.
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``source_mask`` is
+                required.
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
@@ -162,11 +163,11 @@ class Decoder(Part):
         """Return a cache for ``decode_step``, which decodes the target step by step.
 
         Args:
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``memory`` and
-                ``source_mask``.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``memory`` and
+                ``source_mask`` are required.
             capacity: Maximum number of target positions, including BOS.
             beam_size: Number of hypotheses per source sequence.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
@@ -230,8 +231,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -257,9 +258,9 @@ class Transformer(Encoder, Decoder):
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.

@@ -43,7 +43,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+    """Return a copy of every parameter of a model in the model's dtype, keyed by canonical name.
 
     If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 

@@ -37,7 +37,7 @@ class Checkpoint:
     Attributes:
         config: Configuration of the model.
         settings: Training settings.
-        weights: Weights by canonical name.
+        weights: Weights, keyed by canonical name.
         state: Step number, seed, and the optimizer's moments.
         progress: Values that the training loop needs to resume, such as the position in the data. These values must
             survive a JSON round trip.
@@ -73,7 +73,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
-    """Check the weights and moments of a checkpoint, and return them by name. The names of moments have a prefix.
+    """Check the weights and moments of a checkpoint, and return them keyed by name. The names of moments have a prefix.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype.

@@ -24,7 +24,7 @@ RUN = "run.safetensors"
 KIND = "sharded checkpoint"
 PREFIXES = ("", FIRST_MOMENT, SECOND_MOMENT)  # prefixes of the names of weights and moments
 
-Held = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, by name
+Held = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, keyed by name
 
 
 class Run(NamedTuple):
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         """Combine the run and its tensors into a checkpoint.
 
         Args:
-            tensors: Arrays by name, with one array for each name in ``names``.
+            tensors: Arrays, keyed by name, with one array for each name in ``names``.
 
         Raises:
             ValueError: If the tensors don't match the config.
@@ -99,8 +99,8 @@ def check_held(directory: Path, held: Held, needed: Held) -> None:
 
     Args:
         directory: Path of the directory, for the error message.
-        held: Shape and dtype of each tensor in the directory, by name.
-        needed: Shape and dtype of each tensor of the trainer, by name.
+        held: Shape and dtype of each tensor in the directory, keyed by name.
+        needed: Shape and dtype of each tensor of the trainer, keyed by name.
 
     Raises:
         ValueError: If a name, a shape, or a dtype differs.

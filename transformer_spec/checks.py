@@ -80,7 +80,10 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise a ValueError if fields are unknown or missing. ``what`` describes the fields in the message."""
+    """Raise a ValueError if fields are unknown or missing.
+
+    ``what`` is the phrase for the fields in the error message.
+    """
     found, known = set(fields), set(needed)
     if unknown := sorted(map(str, found - known)):
         raise ValueError(f"unknown {what}: {', '.join(unknown)}")

@@ -86,8 +86,8 @@ class TransformerConfig:
         target_vocab_size: Size of the target vocabulary, which is also the number of logits.
         d_model: Size of the embeddings and layer outputs.
         num_heads: Number of attention heads.
-        d_k: Size of queries and keys per head. None uses d_model / num_heads.
-        d_v: Size of values per head. None uses d_model / num_heads.
+        d_k: Size of queries and keys per head. If None, the size is d_model / num_heads.
+        d_v: Size of values per head. If None, the size is d_model / num_heads.
         d_ff: Inner size of the feed-forward networks.
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
@@ -102,8 +102,8 @@ class TransformerConfig:
         position_encoding: Type of positional encoding in the encoder and decoder: ``sinusoidal`` or ``learned``.
         position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
             then all cosines.
-        position_timescale: Timescales of sinusoids. For m = d_model / 2, ``m`` is 10000^(i/m) and ``m_minus_1`` is
-            10000^(i/(m-1)).
+        position_timescale: Timescales of the sinusoids: 10000^(i/m) for ``m``, and 10000^(i/(m-1)) for ``m_minus_1``,
+            where m = d_model / 2.
         position_offset: Index of the first position.
         scale_embedding: True multiplies embeddings by sqrt(d_model).
         tie_embeddings: Weight sharing between embeddings and the output projection. ``none`` uses three separate
@@ -117,16 +117,16 @@ class TransformerConfig:
         pad_id: ID of the padding token, which attention and the loss ignore.
         bos_id: ID of the token with which the decoder starts.
         eos_id: ID of the token that ends a sequence.
-        label_smoothing: Probability in [0, 0.99] that label smoothing takes from the correct token and distributes.
+        label_smoothing: Probability in [0, 0.99] that label smoothing takes from the correct token and redistributes.
         label_smoothing_kind: Tokens among which this probability is distributed: all tokens (``uniform``), all
             incorrect tokens (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
         embedding_norm: True adds a layer norm to the sum of embedding and positional encoding.
-        decoder_num_heads: Number of heads in the decoder. None uses ``num_heads``.
-        decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if
-            ``decoder_num_heads`` is set, and ``d_k`` otherwise.
-        decoder_d_v: Size of values per head in the decoder. None uses d_model / decoder_num_heads if
+        decoder_num_heads: Number of heads in the decoder. If None, ``num_heads`` is used.
+        decoder_d_k: Size of queries and keys per head in the decoder. If None, the size is d_model / decoder_num_heads
+            if ``decoder_num_heads`` is set, and ``d_k`` otherwise.
+        decoder_d_v: Size of values per head in the decoder. If None, the size is d_model / decoder_num_heads if
             ``decoder_num_heads`` is set, and ``d_v`` otherwise.
-        decoder_d_ff: Inner size of the decoder's feed-forward networks. None uses ``d_ff``.
+        decoder_d_ff: Inner size of the decoder's feed-forward networks. If None, ``d_ff`` is used.
         skip_first_self_attention: True omits the self-attention of the first decoder layer.
 
     Raises:
@@ -170,10 +170,10 @@ class TransformerConfig:
     label_smoothing_kind: str = "uniform"  # the method of Szegedy et al., whom the paper cites
 
     embedding_norm: bool = False  # additional layer norm on the sum of embedding and positional encoding (BART)
-    decoder_num_heads: int | None = None  # None uses num_heads
-    decoder_d_k: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_k
-    decoder_d_v: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_v
-    decoder_d_ff: int | None = None  # None uses d_ff
+    decoder_num_heads: int | None = None  # if None, num_heads is used
+    decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_k
+    decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_v
+    decoder_d_ff: int | None = None  # if None, d_ff is used
     skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
 
     def __post_init__(self) -> None:
@@ -270,7 +270,7 @@ class TransformerConfig:
 
     @property
     def in_decoder(self) -> TransformerConfig:
-        """Config for the decoder's layers, in which ``num_heads``, ``d_k``, ``d_v``, and ``d_ff`` are the decoder's."""
+        """Config for the decoder's layers, with the decoder's ``num_heads``, ``d_k``, ``d_v``, and ``d_ff``."""
         heads, d_k, d_v, d_ff = (getattr(self, f"decoder_{name}") for name in DECODER_SIZES)
         width = None if heads is None else self.d_model // heads
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
@@ -322,7 +322,7 @@ class TransformerConfig:
         """Create a config from the result of ``to_dict``.
 
         Args:
-            fields: All fields by name.
+            fields: All fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.

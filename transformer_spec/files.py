@@ -1,14 +1,14 @@
 """Weight files: safetensors files with the config as JSON in the metadata. Reading a file never executes code from it.
 
-A checkpoint is a weight file with additional contents: the moments of the optimizer, whose names consist of a prefix
-and the parameter name, and the state of the training run in the metadata. Both types of files can contain a vocabulary
-as tensors of bytes: either one sentencepiece model as the tensor ``vocabulary``, or other files as the tensors
-``vocabulary.<kind>.<name>``.
+A checkpoint is a weight file that also contains the optimizer's moments as tensors, and the state of the training run
+in the metadata. The name of a moment consists of a prefix and the parameter name. Both types of files can contain a
+vocabulary as tensors of bytes: either one sentencepiece model as the tensor ``vocabulary``, or other files as the
+tensors ``vocabulary.<kind>.<name>``.
 
-The metadata has one entry, a JSON object with ``version``, ``config``, ``sha256`` (the checksum of each tensor by
-name), ``training`` (only in checkpoints), and ``part`` (``encoder`` or ``decoder``, if the file contains only the
-tensors of this part). A weight file can also contain ``search`` (search settings for its model) and ``origin`` (the
-source of the weights). Both of them are JSON objects, and ``sha256`` also contains their checksums.
+The metadata has one entry, a JSON object. It contains ``version``, ``config``, and ``sha256``, which maps the name of
+each tensor to its checksum. A checkpoint also contains ``training``. If the file contains only the tensors of the
+encoder or the decoder, ``part`` specifies which. A weight file can also contain ``search`` (search settings for its
+model) and ``origin`` (the source of the weights). ``sha256`` also contains the checksums of these JSON objects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
 MOST_NOTES = 2**20  # maximum size of the JSON of one note in bytes
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, by dtype in the file; 8 for other dtypes
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, keyed by the dtype in the file; 8 for other dtypes
 POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
 MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
 ALIGNED = 64  # alignment of arrays in bytes
@@ -51,7 +51,7 @@ class VocabularyFiles(NamedTuple):
 
     Attributes:
         kind: Name of the vocabulary type, which consists of letters, digits, and ``_``.
-        files: Contents of the files, by name.
+        files: Contents of the files, keyed by name.
     """
 
     kind: str
@@ -73,13 +73,13 @@ def save_weights(
         path: File to create or replace.
         config: Configuration of the model to which the weights belong.
         weights: One array per canonical parameter name.
-        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. None keeps the dtype of
-            each array.
+        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. If None, each array keeps
+            its dtype.
         vocabulary: A sentencepiece model, or the files of another type of vocabulary. A file with a vocabulary contains
-            everything that is required to translate text. None stores no vocabulary.
-        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. None adds no
-            notes.
-        part: ``encoder`` or ``decoder`` writes only the weights of this part. None writes all weights.
+            everything that is required to translate text. If None, no vocabulary is stored.
+        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. If None, no
+            notes are added.
+        part: ``encoder`` or ``decoder`` writes only the weights of this part. If None, all weights are written.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, the vocabulary is not bytes, or a note is not a
@@ -148,7 +148,7 @@ def write_file(
     tensors: Mapping[str, ndarray],
     vocabulary: bytes | VocabularyFiles | None,
 ) -> None:
-    """Write a description and tensors, which the caller has checked, to a file atomically.
+    """Write a description and tensors to a file atomically. The caller must have checked them.
 
     Args:
         path: File to create or replace.
@@ -187,7 +187,7 @@ def check_fetched(path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write C-contiguous arrays to a safetensors file with the permissions that the user's umask specifies.
+    """Write C-contiguous arrays to a safetensors file, whose permissions follow the user's umask.
 
     Raises:
         OSError: If the file can't be written.
@@ -249,12 +249,12 @@ def check_plain(name: str, values: Mapping[Any, Any]) -> None:
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a note, encoded as a JSON list of its name and its contents, with sorted keys."""
+    """Return the SHA-256 of a JSON list that contains the name and the contents of a note, with sorted keys."""
     return hashlib.sha256(json.dumps([name, note], sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a tensor's name, dtype, and shape as a JSON list, followed by its bytes in C order."""
+    """Return the SHA-256 of a JSON list of a tensor's name, dtype, and shape, followed by its bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -336,7 +336,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
 
 
 def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -> dict[str, ndarray]:
-    """Return the first or second moments in an open checkpoint, depending on the prefix, by parameter name."""
+    """Return the moments with the given prefix in an open checkpoint, keyed by parameter name."""
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
     return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 

@@ -51,7 +51,7 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
     Args:
         config: Model configuration.
         part: ``encoder`` or ``decoder`` returns only the parameters of this part, including a shared embedding matrix.
-            None returns all parameters.
+            If None, all parameters are returned.
 
     Raises:
         ValueError: If the part is unknown.
@@ -101,10 +101,10 @@ def check_weights(
 
     Args:
         config: Model configuration.
-        weights: Arrays by canonical name.
+        weights: Arrays, keyed by canonical name.
         what: Name of the weights in the error message.
-        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. None
-            checks all parameters.
+        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. If None,
+            all parameters are checked.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
@@ -116,7 +116,7 @@ def check_weights(
         got = type(weights).__name__
         raise TypeError(f"{what} must be a mapping of names to arrays, as returned by export_weights(): got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
-    if layers > len(weights):  # fail before listing the names, which could take too long for a corrupt config
+    if layers > len(weights):  # fail early, because listing the names of a corrupt config could take too long
         raise ValueError(f"{what} contain {len(weights)} tensors, too few for the config's {layers} layers")
     shapes = parameter_shapes(config, part)
     others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
@@ -143,7 +143,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
     Args:
         config: Model configuration.
         state: State to check.
-        dtype: Dtype to which the moments must be convertible. None skips this check.
+        dtype: Dtype to which the moments must be convertible. If None, this check is skipped.
 
     Raises:
         TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.

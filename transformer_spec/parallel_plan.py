@@ -25,7 +25,7 @@ DROPOUTS = ("global", "local")
 
 # For each layer parameter that ``tensor`` divides, the axis along which it is divided. This axis consists of attention
 # heads or units of the feed-forward network. Each device stores a full copy of all other parameters, and of the outputs
-# of ``output_proj``, which are summed across the devices.
+# of ``output_proj``. These outputs are summed across the devices.
 TENSOR_AXES = {
     "query_proj.kernel": 1,
     "query_proj.bias": 0,
@@ -87,7 +87,7 @@ class Plan:
         """Create the plan of a framework's mesh from the sizes of its named axes.
 
         Args:
-            sizes: Size of each axis by name.
+            sizes: Size of each axis, keyed by name.
 
         Raises:
             ValueError: If an axis is unknown.

@@ -92,8 +92,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # Hugging Face's MarianMTModel, as configured in the OPUS-MT checkpoints. Decoding starts with PAD.
     "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
     # Marian NMT, the C++ program that trains these checkpoints. It uses different frequencies in the positional
-    # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector, which
-    # this preset represents as a BOS token with a zero embedding.
+    # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector. This
+    # preset represents the vector as a BOS token with a zero embedding.
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
     # The `transformer` architecture of fairseq. Positions start after the padding ID. Decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
@@ -120,8 +120,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Its embedding weights are sqrt(d_model) times larger, and it divides the logits by
-    # sqrt(d_model).
+    # Flax's WMT example. Compared with this preset, Flax stores embedding weights that are sqrt(d_model) times larger,
+    # and divides the logits by sqrt(d_model).
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,

@@ -66,7 +66,7 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return a result with the same shapes, whose arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
+        """Return a result with the same shapes. Its arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
@@ -106,7 +106,7 @@ class SearchPlan(NamedTuple):
         return self._replace(**{name: array[sentences] for name, array in arrays.items() if len(array)})
 
     def to(self, integers: Callable[[ndarray], Any], floats: Callable[[ndarray], Any]) -> SearchPlan:
-        """Return a plan in which ``integers`` has converted all integer arrays, and ``floats`` all float arrays."""
+        """Return a copy of the plan, converting integer arrays with ``integers`` and float arrays with ``floats``."""
         return self._replace(
             limits=integers(self.limits),
             penalties=floats(self.penalties),
@@ -129,20 +129,20 @@ class Search:
     search.
 
     Attributes:
-        beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
+        beam_size: Number of unfinished hypotheses to keep per sequence. If None, the search isn't a beam search.
         length_penalty: Exponent alpha of the length penalty. If it is 0, short hypotheses have an advantage.
-        max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
+        max_length: Maximum number of tokens, including EOS. If None, the limit in ``rules`` is used.
         num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
         min_length: Minimum number of tokens, including EOS.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         rules: Rules of the search. The defaults are the paper's rules.
-        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. None uses no prefix.
+        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. If None, no prefix is used.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to sample from. None uses all tokens.
-        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. None
-            uses all tokens.
-        seed: Seed of the random numbers. None disables sampling.
+        top_k: Number of most likely tokens to sample from. If None, all tokens are used.
+        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. If None,
+            all tokens are used.
+        seed: Seed of the random numbers. If None, the search doesn't sample.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -222,7 +222,7 @@ class Search:
         """Create a search from the result of ``to_dict``, for example from a file. Missing fields get default values.
 
         Args:
-            fields: Fields by name.
+            fields: Fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.
@@ -389,7 +389,7 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 def search_result(
     nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
 ) -> SearchResult:
-    """Return the best hypotheses without columns of padding. Raise a ValueError if a best score is NaN or infinite."""
+    """Return the best hypotheses without all-padding columns. Raise a ValueError if a best score is NaN or infinite."""
     nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():

@@ -22,7 +22,7 @@ def pad_search(
     """Return the source IDs, the source mask, and the plan, padded at the end to one of a few sizes.
 
     The batch size is rounded up to a power of two by adding sequences with a maximum length
-    of 0. ``round_up`` rounds up the lengths, which then are limited to ``max_positions``.
+    of 0. The lengths are rounded up by ``round_up`` and then limited to ``max_positions``.
 
     Args:
         source_ids: Source token IDs.

@@ -32,8 +32,8 @@ class SearchRules:
             ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
-        pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses`` of the search. ``beam``: the
-            best ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
+        pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses``. ``beam``: the best
+            ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
         at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the best token. ``forced``: EOS,
             as if it had probability 1 (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS, with the probability
             that the model predicts (fairseq).
@@ -133,7 +133,7 @@ class SearchRules:
         """Create rules from the result of ``to_dict``. Missing fields get default values.
 
         Args:
-            fields: Fields by name.
+            fields: Fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.

@@ -2,7 +2,8 @@
 
 A tap callback is a function ``tap(name, value) -> value``. The model calls ``scores = tap("scores", scores)`` and
 continues with the result. In any framework, you can use taps to record activations, to run a block on given inputs, and
-to compute the gradient at a tap: add an array of zeros to the value, and differentiate with respect to this array.
+to compute the gradient at a tap. To compute the gradient, add an array of zeros to the value, and differentiate with
+respect to this array.
 
 In training, the reference also has a tap for each dropout mask. Its name is the name of the tap that precedes the
 dropout, followed by ``_keep``.
@@ -49,7 +50,7 @@ def checked(tap: Tap) -> Tap:
 
 
 def within(tap: Tap, prefix: str) -> Tap:
-    """Return a tap for a submodule, which adds the submodule's path to the names.
+    """Return a tap for a submodule. It adds the submodule's path to the names.
 
     Args:
         tap: Tap of the module.
@@ -61,12 +62,15 @@ def within(tap: Tap, prefix: str) -> Tap:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name. ``*`` matches one part of the name, and ``**`` any number of parts."""
+    """Return whether a pattern matches a name.
+
+    ``*`` matches one part of the name, and ``**`` matches any number of parts.
+    """
     return re.fullmatch(_as_regular_expression(pattern), name) is not None
 
 
 class Recorder(dict[str, Any]):
-    """A tap that stores intermediate values by name, in the order in which the taps fire.
+    """A tap that stores intermediate values, keyed by name, in the order in which the taps fire.
 
     This example stores the output of every decoder layer and all attention weights of one call::
 
@@ -79,7 +83,7 @@ class Recorder(dict[str, Any]):
     Args:
         patterns: Patterns of the names to store. ``*`` matches one part of a name, and ``**`` matches any number of
             parts. Without patterns, all values are stored.
-        replace: Values that replace the computed values, by name. None replaces nothing.
+        replace: Values that replace the computed values, keyed by name. If None, no values are replaced.
         keep_computed: True stores the computed values instead of their replacements.
     """
 

@@ -26,7 +26,7 @@ class TrainingConfig:
         beta1: Decay rate of Adam's first moment.
         beta2: Decay rate of Adam's second moment.
         epsilon: Number that Adam adds to the square root of the second moment.
-        clip_norm: Maximum norm of the gradient of all parameters. None disables clipping, as in the paper.
+        clip_norm: Maximum norm of the gradient of all parameters. If None, gradients aren't clipped, as in the paper.
         accumulation_steps: Number of micro-batches into which a batch is divided to save memory.
         mixed_bfloat16: True computes in bfloat16, but stores weights and moments in float32.
         activation_checkpointing: True stores only the inputs of each layer and recomputes the layer in the backward
@@ -109,7 +109,7 @@ class TrainingConfig:
         """Create settings from the result of ``to_dict``.
 
         Args:
-            fields: All fields by name.
+            fields: All fields, keyed by name.
 
         Raises:
             TypeError: If a field has the wrong type.
@@ -131,14 +131,14 @@ class TrainingState:
         step: Number of steps taken so far.
         seed: Seed for dropout. The dropout in step n depends only on (seed, n), so the state of a random number
             generator doesn't have to be saved.
-        first_moment: Adam's first moment, by parameter name.
-        second_moment: Adam's second moment, by parameter name.
+        first_moment: Adam's first moment, keyed by parameter name.
+        second_moment: Adam's second moment, keyed by parameter name.
     """
 
     step: int  # number of steps taken
     seed: int  # seed for dropout
-    first_moment: dict[str, ndarray]  # Adam's m, by parameter name
-    second_moment: dict[str, ndarray]  # Adam's v, by parameter name
+    first_moment: dict[str, ndarray]  # Adam's m, keyed by parameter name
+    second_moment: dict[str, ndarray]  # Adam's v, keyed by parameter name
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Gradients:
 
     Attributes:
         loss: Label-smoothed cross-entropy per target token, in nats.
-        parameters: Gradient at each parameter, by canonical name.
-        taps: Gradient at each tap by name, in the order in which the taps fire.
+        parameters: Gradient at each parameter, keyed by canonical name.
+        taps: Gradient at each tap, keyed by name, in the order in which the taps fire.
         frozen: Names of the frozen parameters, which have no gradient.
     """
 

@@ -23,7 +23,7 @@ def loading() -> Iterator[None]:
     """Within this context, create parameters as zeros, because weights are loaded afterwards."""
     before = _LOADING.set(True)
     try:
-        # The scope creates variables when it exits. Creating them in each layer's name scope takes 4x longer.
+        # The scope creates variables when it exits. Creating them in each layer's name scope would take 4x longer.
         with keras.StatelessScope():
             yield
     finally:
@@ -41,7 +41,7 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
     Args:
         memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)``, for example, attaches a mask to its output.
         attention_mask: Boolean mask that broadcasts to [B, H, L, M], or None.
-        mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
+        mask: Boolean mask [B, M]. If None, the mask that Keras has attached to the memory is used.
 
     Raises:
         TypeError: If ``attention_mask`` is not boolean.
@@ -76,7 +76,7 @@ class Configured:
         keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Store the arguments. Keras itself stores them only if they are plain values.
+        """Store the arguments. Keras itself stores them only if they are basic types, such as numbers.
 
         Raises:
             TypeError: If the config is not a ``TransformerConfig``.
@@ -93,7 +93,10 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer without None options. ``training=None`` would override the mode of the outer layer."""
+        """Call the layer, but omit options with the value None.
+
+        ``training=None`` would override the mode of the outer layer.
+        """
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class Configured:
 
         Args:
             config: Serialized arguments of the constructor.
-            custom_objects: Additional classes that Keras may need, by name, or None.
+            custom_objects: Additional classes that Keras may need, keyed by name, or None.
         """
         given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}
         if "config" in given:
@@ -127,7 +130,7 @@ class Block(Configured, keras.layers.Layer):
     tensors too.
 
     Args:
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -144,10 +147,11 @@ class Block(Configured, keras.layers.Layer):
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, store only its inputs, and recompute the layer in the backward pass.
 
-        Pass the training mode and all masks as options, because the mode of the outer call isn't available during the
-        recomputation, and ``tf.recompute_grad`` supports only floating-point inputs.
+        Pass the training mode and all masks as options. During the recomputation, the mode of the outer call isn't
+        available, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # Both times, dropout uses the current state of its generator. With Keras' RematScope, the masks would differ.
+        # In the call and in the recomputation, dropout uses the current state of its generator. With Keras' RematScope,
+        # the masks would differ.
         dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]
         seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
 

@@ -41,7 +41,7 @@ def padded(
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
     """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes.
 
-    XLA takes seconds to compile a step for a new size, but the compiled step takes much less time.
+    XLA takes seconds to compile a step for a new size, but the compiled step is much faster than the uncompiled one.
     """
 
     def round_up(length: int) -> int:
@@ -85,8 +85,8 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: Trainer.
         function: Method of the trainer.
-        part: First arguments of the function. On a mesh, the first axis of each argument is the device.
-        numbers: Other arguments. These arguments and the result are the same on all devices.
+        part: First arguments of the function. On a mesh, the first axis of each of them is the device.
+        numbers: Other arguments of the function. They and the result are the same on all devices.
         by_xla: True compiles the function using XLA, once per shape.
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):

@@ -29,7 +29,7 @@ class DecoderLayer(Block):
 
     Args:
         config: Model configuration.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         with_self_attention: False omits the self-attention and its layer norm. See
             ``config.skip_first_self_attention``.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
@@ -71,10 +71,10 @@ class DecoderLayer(Block):
         Args:
             x: One vector per target position.
             memory: Encoder memory, or its keys and values from ``cross_attention.project``.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
@@ -145,7 +145,7 @@ class DecoderStack(Block):
 
     Args:
         config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
@@ -177,13 +177,13 @@ class DecoderStack(Block):
         Args:
             x: One embedding per target position.
             memory: Encoder memory: one vector per source position.
-            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
-                mask.
-            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
-                applies no mask.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. If None, no mask
+                is applied.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. If None, no
+                mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
         """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
         for i, layer in enumerate(self.layers):

@@ -32,8 +32,9 @@ def sinusoidal_encoding(
         d_model: Number of channels. It must be even.
         layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
             first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
-            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
+        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. The
+            longest is slightly less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with
+            ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -57,7 +58,7 @@ class TokenEmbedding(Block):
         vocab_size: Number of tokens in the vocabulary.
         config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
             sqrt(d_model).
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -83,7 +84,7 @@ class SinusoidalPosition(Block):
 
     Args:
         config: Model configuration, which defines the layout, the timescale, and the index of the first position.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -92,7 +93,7 @@ class SinusoidalPosition(Block):
         self.config = config
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+        """Return ``x`` plus the encoding of each position. Encodings are computed in float64 and rounded once.
 
         Args:
             x: One vector per position.
@@ -113,7 +114,7 @@ class LearnedPosition(Block):
 
     Args:
         config: Model configuration, which defines the number of positions and the index of the first position.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -144,7 +145,7 @@ class OutputProjection(Block):
     Args:
         config: Model configuration.
         embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 

@@ -27,7 +27,7 @@ class EncoderLayer(Block):
 
     Args:
         config: Model configuration.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
@@ -57,7 +57,7 @@ class EncoderLayer(Block):
 
         Args:
             x: One vector per source position.
-            attention_mask: True if a query position may attend to a key position. None applies no mask.
+            attention_mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
@@ -81,7 +81,7 @@ class EncoderStack(Block):
 
     Args:
         config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
@@ -108,10 +108,10 @@ class EncoderStack(Block):
 
         Args:
             x: One embedding per source position.
-            attention_mask: True if a query position may attend to a key position. None applies no mask.
+            attention_mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
         """
         mask = attention_mask_for(x, attention_mask, mask)

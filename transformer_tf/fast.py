@@ -1,7 +1,8 @@
-"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
+"""Optimized functions and layers.
 
-``accelerate`` makes attention process long inputs block by block. Searches select the best extensions block by block,
-and a trainer updates its parameters using TensorFlow's kernel.
+A model with ``fast=False`` doesn't use them, but computes the same results up to rounding. ``accelerate`` makes
+attention process long inputs block by block. Searches select the best extensions block by block, and a trainer updates
+its parameters using TensorFlow's kernel.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ def top_by_blocks(
 ) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
-    On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in the
-    blocks with the largest maxima, or in the remainder after the last block. Among blocks with equal maxima, the first
-    ones are used. If there are at most ``count`` blocks, all values are sorted, because sizes are unknown during
-    tracing.
+    On a CPU, computing the maximum of each block takes 85% less time than ``top_k`` on all values. The largest values
+    are in the blocks with the largest maxima, or in the remainder after the last block. Among blocks with equal maxima,
+    the first ones are used. If there are at most ``count`` blocks, all values are sorted, because sizes are unknown
+    during tracing.
     """
     rows, size = keras.ops.shape(values)
     values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error

@@ -24,7 +24,7 @@ class PositionwiseFeedForward(Block):
 
     Args:
         config: Model configuration, which defines the inner size, the activation, and the dropout rate.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:

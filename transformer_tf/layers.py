@@ -64,7 +64,7 @@ def masked_softmax(
 
     Args:
         scores: Similarity of each key to the query.
-        mask: True if a key is allowed. None allows every key.
+        mask: True if a key is allowed. If None, every key is allowed.
     """
     wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too imprecise for sums
     if mask is None:
@@ -81,7 +81,7 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: An
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
         bias: True adds a bias.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
     xavier = initial("glorot_uniform")
@@ -98,7 +98,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 
     Args:
         config: Model configuration, which defines the size, epsilon, and the type of divisor.
-        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
@@ -125,7 +125,7 @@ class Dropout(Configured, keras.layers.Dropout):
     """
 
     def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training.
+        """Return ``x`` unchanged in inference, or with dropout applied in training.
 
         Args:
             x: Tensor of any shape.

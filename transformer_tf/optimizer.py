@@ -17,7 +17,7 @@ def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
 
     Args:
         norm: Norm of the gradient.
-        clip_norm: Maximum norm. None disables clipping.
+        clip_norm: Maximum norm. If None, gradients aren't clipped.
     """
     return 1.0 if clip_norm is None else clip_norm / tf.maximum(norm, clip_norm)
 
@@ -28,8 +28,8 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Variables to update, by canonical name. Frozen variables have no moments.
-        settings: Training settings, which define both betas and epsilon.
+        parameters: Variables to update, keyed by canonical name. Frozen variables have no moments.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, tf.Variable], settings: TrainingConfig) -> None:
@@ -51,7 +51,7 @@ class Adam:
         """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: Gradient of each parameter, by canonical name.
+            gradient: Gradient of each parameter, keyed by canonical name.
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.

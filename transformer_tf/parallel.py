@@ -28,7 +28,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
 
     Args:
         plan: Number of devices along each axis. Only the ``data`` axis may have more than one device.
-        device: ``cpu`` or ``gpu``. None uses the GPUs if there are any.
+        device: ``cpu`` or ``gpu``. If None, GPUs are used if there are any.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the plan divides parameters.
@@ -55,7 +55,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``MirroredStrategy`` or ``MultiWorkerMirroredStrategy``.
@@ -69,7 +69,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
@@ -90,7 +90,7 @@ def check_copies(trainer: Any) -> None:
     """Check that the model and the moments were created in the scope of the trainer's mesh.
 
     Raises:
-        ValueError: If a variable was created in the scope of a different strategy, or of none.
+        ValueError: If a variable was created in the scope of a different strategy, or outside of any strategy's scope.
     """
     held = [*trainer.optimizer.parameters.values(), *trainer.optimizer.first_moment.values()]
     owners = [v.distribute_strategy if isinstance(v, tf.distribute.DistributedValues) else None for v in held]
@@ -163,7 +163,7 @@ def summed(trainer: Any, values: Any) -> Any:
 
 
 def first_alone(trainer: Any, action: Callable[[], None]) -> None:
-    """Call a function in the first process of a mesh, while the others wait.
+    """Call a function in the first process of a mesh, while the other processes wait.
 
     Raises:
         OSError: If the function fails in the first process.
@@ -197,7 +197,7 @@ def _joined():
     TensorFlow waits for them without a timeout, and ignores Ctrl-C while it waits.
 
     Raises:
-        RuntimeError: If this process can't listen at its address.
+        RuntimeError: If this process can't listen on its address.
     """
     try:
         return _multi_worker()

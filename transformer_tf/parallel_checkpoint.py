@@ -1,8 +1,8 @@
 """Checkpoints of runs with a distribution strategy: a directory that ``tf.train.Checkpoint`` writes and reads.
 
-Any number of devices can read the directory. It contains the weights under their canonical names, the moments under the
-same names with a prefix, and the rest of the checkpoint in the file ``run.safetensors``. Every copy of the model is
-complete, so only the first process writes. All processes of a run must see the same directory.
+Any number of devices can read the directory. It contains the weights under their canonical names, and the moments under
+the same names with a prefix. The file ``run.safetensors`` contains the rest of the checkpoint. Every copy of the model
+is complete, so only the first process writes. All processes of a run must see the same directory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. None saves an empty dict.
+            values must survive a JSON round trip. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
@@ -113,7 +113,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _variables(trainer):
-    """Return all variables of a run by name."""
+    """Return all variables of a run, keyed by name."""
     trainer.start(trainer.optimizer.parameters)
     groups = parameters(trainer.model), trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: x for prefix, group in zip(PREFIXES, groups, strict=True) for name, x in group.items()}

@@ -42,9 +42,9 @@ class Part(Configured, keras.Model):
 
     Args:
         config: Model configuration.
-        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part(Configured, keras.Model):
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.device: str | None = None  # device on which calls run; None uses the caller's scope
+        self.device: str | None = None  # device on which calls run; if None, the caller's scope is used
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
@@ -102,12 +102,12 @@ class Part(Configured, keras.Model):
             weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
                 parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
-            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
-                ``tf.device`` scope.
-            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
-                ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. If None, the caller's
+                ``tf.device`` scope is used.
+            precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
+                ``set_precision``). If None, the current precision is kept.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -152,12 +152,12 @@ class Part(Configured, keras.Model):
         Args:
             path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
-            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
-                ``tf.device`` scope.
-            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
-                ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. If None, the caller's
+                ``tf.device`` scope is used.
+            precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
+                ``set_precision``). If None, the current precision is kept.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             OSError: If the file can't be read.
@@ -169,7 +169,7 @@ class Part(Configured, keras.Model):
 
     @property
     def _default_save_signature(self):
-        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs, or None for a decoder."""
+        """Return the function of the IDs that ``tf.saved_model.save`` exports, or None for a decoder."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
@@ -191,7 +191,7 @@ class Part(Configured, keras.Model):
                 raise ValueError(f"{stack.name} must have {count} layers, as in the file: got {len(stack.layers)}")
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, by canonical name.
+        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         If LoRA is enabled for a layer, the LoRA update is added to the kernel.
 
@@ -221,7 +221,7 @@ class Part(Configured, keras.Model):
     _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
-        """Check and return the arguments of a call of the full model, by name."""
+        """Check and return the arguments of a call of the full model, keyed by name."""
         if source_ids is ... or target_ids is ...:
             missing = "source_ids" if source_ids is ... else "target_ids"
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, precision settings, and input checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def set_precision(precision: str) -> None:
 
 
 def check_placement(dtype: Any, device: Any) -> None:
-    """Check that this package supports a dtype policy, and that this machine has a device.
+    """Check that this package supports a dtype policy, and that a device is available.
 
     Raises:
         ValueError: If the dtype or the device is unknown.
@@ -89,7 +89,7 @@ def to_device(device: Any) -> str | None:
 
 
 def placed(device: str | None) -> AbstractContextManager[Any]:
-    """Return a context that runs operations on a device. None uses the caller's scope."""
+    """Return a context that runs operations on a device. If None, the caller's scope is used."""
     return nullcontext() if device is None else tf.device(device)
 
 

@@ -45,12 +45,12 @@ def greedy_search(
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
+        source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. None uses no prefix.
-        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
+            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Raises:
@@ -91,11 +91,11 @@ def beam_search(
     """Return the best translations that beam search finds.
 
     Each step extends every unfinished hypothesis by every token and considers the ``beam_size`` most likely extensions.
-    If an extension ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty.
-    The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no unfinished
-    hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of the better
-    hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that finished earlier.
-    Padding is never generated.
+    If an extension ends with EOS or reaches the maximum length, it is ranked by its log-probability divided by the
+    length penalty. The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no
+    unfinished hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of
+    the better hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that
+    finished earlier. Padding is never generated.
 
     Args:
         model: Model to search with.
@@ -106,12 +106,12 @@ def beam_search(
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
         length_penalty_kind: Penalty for n tokens: ((5 + n) / 6)^alpha for ``gnmt`` (the paper), n^alpha for ``power``.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
+        source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. None uses no prefix.
-        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
+            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Returns:
@@ -166,18 +166,18 @@ def sample(
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         num_samples: Number of samples per sequence.
         temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to sample from (Fan et al., 2018). None uses all tokens.
+        top_k: Number of most likely tokens to sample from (Fan et al., 2018). If None, all tokens are used.
         top_p: Minimum total probability of the most likely tokens to sample from (Holtzman et al., 2020). Applied after
-            ``top_k``. None uses all tokens.
+            ``top_k``. If None, all tokens are used.
         seed: Seed of the random numbers, at least 0.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
+        source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. None uses no prefix.
-        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
+            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Returns:
@@ -215,10 +215,10 @@ def score(
     Args:
         model: Model to score with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS but including EOS, padded
-            with ``config.pad_id``.
-        start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        target_ids: One translation per sequence [B, T], or N translations per sequence [B, N, T]. They include EOS but
+            not BOS, and are padded with ``config.pad_id``.
+        start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
+        source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
 
     Returns:
         The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].

@@ -172,7 +172,7 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
-        mesh: Strategy from ``make_mesh`` that divides the full batch. None uses only the model's device.
+        mesh: Strategy from ``make_mesh`` that divides the full batch. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
         compile: True compiles the step with XLA once per batch shape, which takes as long as dozens of steps. This

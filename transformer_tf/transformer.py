@@ -29,9 +29,9 @@ class Encoder(Part):
 
     Args:
         config: Model configuration.
-        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -53,11 +53,11 @@ class Encoder(Part):
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
@@ -96,9 +96,9 @@ class Decoder(Part):
 
     Args:
         config: Model configuration.
-        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -128,14 +128,15 @@ class Decoder(Part):
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
             memory: Encoder memory, as returned by ``encode``.
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``source_mask`` is
+                required.
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
@@ -176,11 +177,11 @@ class Decoder(Part):
         """Return a cache for ``decode_step``, which decodes the target step by step.
 
         Args:
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``memory`` and
-                ``source_mask``.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``memory`` and
+                ``source_mask`` are required.
             capacity: Maximum number of target positions, including BOS.
             beam_size: Number of hypotheses per source sequence.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
@@ -244,9 +245,9 @@ class Transformer(Encoder, Decoder):
 
     Args:
         config: Model configuration.
-        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -273,13 +274,13 @@ class Transformer(Encoder, Decoder):
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.

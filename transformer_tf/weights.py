@@ -34,7 +34,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+    """Return a copy of every parameter of a model in the model's dtype, keyed by canonical name.
 
     If LoRA is enabled for a layer, the LoRA update is added to the kernel.
 
@@ -48,12 +48,12 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 
 def parameters(model: Model) -> dict[str, tf.Variable]:
-    """Return the model's parameters by canonical name, as the TensorFlow variables inside the Keras variables."""
+    """Return the TensorFlow variables inside the model's Keras variables, keyed by canonical name."""
     return {name: variable.value for name, variable in variables(model).items()}
 
 
 def variables(model: Model) -> dict[str, keras.Variable]:
-    """Return the model's parameters by canonical name, as Keras variables, which have a ``trainable`` attribute.
+    """Return the model's Keras variables, which have a ``trainable`` attribute, keyed by canonical name.
 
     Raises:
         ValueError: If a weight is computed from other variables (``enable_lora``), or its layer was replaced.
@@ -69,7 +69,7 @@ def variables(model: Model) -> dict[str, keras.Variable]:
 
 
 def _computed_with(model):
-    """Return the Keras variables that the model computes with, or tensors computed from them, by canonical name.
+    """Return the Keras variables that the model computes with, or tensors computed from them, keyed by canonical name.
 
     Raises:
         ValueError: If a layer may compute with other weights, or a trainable variable has no canonical name.

@@ -1,8 +1,9 @@
-"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
+"""Optimized functions and layers.
 
-``accelerate`` makes a model use PyTorch's fused attention kernel and cache its sinusoidal encodings. Searches use a
-shallow copy of the model, the decoding twin, whose weights have layouts that are faster for inputs with few rows. They
-also select the best extensions block by block.
+A model with ``fast=False`` doesn't use them, but computes the same results up to rounding. ``accelerate`` makes a model
+use PyTorch's fused attention kernel and cache its sinusoidal encodings. Searches use a shallow copy of the model, the
+decoding twin, whose weights have layouts that are faster for inputs with few rows. They also select the best extensions
+block by block.
 """
 
 from __future__ import annotations
@@ -144,11 +145,11 @@ def _marked(mask):
 
 @contextmanager
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
-    """Yield a shallow copy of a model in inference mode, which decodes inputs with this number of rows faster.
+    """Yield a shallow copy of a model in inference mode that decodes faster if there are only a few rows.
 
-    The copy has the same parameters and hooks. The original model doesn't change, so another thread can train it at the
-    same time. If torch.compile or another tool has replaced the forward pass of a layer, the function yields the
-    original model instead.
+    The copy has the same parameters and hooks. This function doesn't modify the original model, so another thread can
+    train it at the same time. If torch.compile or another tool has replaced the forward pass of a layer, the function
+    yields the original model instead.
     """
     for module in model.modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None or "forward" in vars(module):
@@ -162,7 +163,7 @@ def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
 
 
 def _inference_twin(module):
-    """Return a shallow copy of a module in inference mode, which has the same parameters and hooks."""
+    """Return a shallow copy of a module in inference mode, with the same parameters and hooks."""
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     # Also store parameters and submodules as plain attributes, because nn.Module.__getattr__ takes 5% of a small
@@ -175,11 +176,11 @@ def _inference_twin(module):
 def _lay_out_for_few_rows(model, rows):
     """Give each linear layer of a decoding step a copy of its weight in a layout that is fast for few rows.
 
-    A decoding step has one row per hypothesis, so it spends most of its time reading weights, and BLAS reads a
-    transposed matrix slowly. On a Xeon processor, oneDNN's layout reduces the time of a matmul by 50% for a vocabulary
-    of 37,000 tokens, and the layout [in, out] reduces the time by 33% for small matrices. In bfloat16, PyTorch always
-    uses oneDNN, which would otherwise convert the weights to its layout in every matmul. The copies are used in only
-    one search, so they are never outdated.
+    A decoding step has one row per hypothesis, so it spends most of its time reading weights. BLAS reads a transposed
+    matrix slowly. On a Xeon processor, oneDNN's layout reduces the time of a matmul by 50% for a vocabulary of 37,000
+    tokens, and the layout [in, out] reduces the time by 33% for small matrices. In bfloat16, PyTorch always uses
+    oneDNN. Without the copies, oneDNN would convert the weights to its layout in every matmul. The copies are used in
+    only one search, so they are never outdated.
     """
     if rows > FEW_ROWS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return  # autocast can't convert oneDNN's layout

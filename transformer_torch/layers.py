@@ -49,7 +49,7 @@ class OwnDropout(nn.Dropout):
         self.first = self.rows = 0
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference and with dropout in training."""
+        """Return ``x`` unchanged in inference, or with dropout applied in training."""
         if not self.training or self.p == 0.0:
             return x
         shape = [self.rows, *x.shape[1:]]
@@ -81,7 +81,7 @@ def masked_softmax(
 
     Args:
         scores: Similarity of each key to the query.
-        mask: True if a key is allowed. None allows every key.
+        mask: True if a key is allowed. If None, every key is allowed.
     """
     dtype = torch.promote_types(scores.dtype, torch.float32)  # bfloat16 is too imprecise for sums
     if mask is None:
@@ -101,13 +101,16 @@ def Linear(  # noqa: N802  the name of a layer
         d_out: Size of the last axis of the output.
         bias: True adds a bias.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
-        device: Device of the parameters. None uses PyTorch's default device.
+        device: Device of the parameters. If None, PyTorch's default device is used.
     """
     return initialize(nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device))
 
 
 def initialize(linear: nn.Linear) -> nn.Linear:
-    """Initialize the matrix with Xavier-uniform values and the bias with zeros. PyTorch's ranges are narrower."""
+    """Initialize the matrix with Xavier-uniform values and the bias with zeros.
+
+    PyTorch's default ranges are narrower.
+    """
     nn.init.xavier_uniform_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

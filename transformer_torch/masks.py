@@ -39,6 +39,6 @@ def causal_mask(length: int, device: torch.device | None = None) -> Bool[Tensor,
 
     Args:
         length: Number of target positions.
-        device: Device of the mask. None uses PyTorch's default device.
+        device: Device of the mask. If None, PyTorch's default device is used.
     """
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()

@@ -43,7 +43,7 @@ def takes_bfloat16() -> bool:
 
 
 def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
-    """Return a function like ``F.linear`` for this number of rows, which uses the fastest layout of the weight.
+    """Return a function like ``F.linear`` that uses the fastest layout of the weight for this number of rows.
 
     oneDNN needs 15 microseconds to start a matmul. In comparison, MKL takes 5 microseconds to multiply 8 rows by 128 x
     128 weights, so small matmuls use MKL.

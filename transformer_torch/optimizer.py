@@ -23,7 +23,7 @@ def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
 
     Args:
         norm: Norm of the gradient.
-        clip_norm: Maximum norm. None disables clipping.
+        clip_norm: Maximum norm. If None, gradients aren't clipped.
     """
     # torch.nn.utils.clip_grad_norm_ would add 1e-6 to the norm.
     return 1.0 if clip_norm is None else clip_norm / norm.clamp(min=clip_norm)
@@ -36,7 +36,7 @@ class Adam(torch.optim.Adam):
 
     Args:
         parameters: Parameters to update. Frozen parameters have no moments.
-        settings: Training settings, which define both betas and epsilon.
+        settings: Training settings, which define the betas and epsilon.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:

@@ -44,7 +44,7 @@ def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMes
 
     Args:
         plan: Number of devices along each axis.
-        device: Type of device, such as ``cpu`` or ``cuda``. None uses PyTorch's default device.
+        device: Type of device, such as ``cpu`` or ``cuda``. If None, PyTorch's default device is used.
 
     Raises:
         ValueError: If the number of processes doesn't match the plan.
@@ -60,7 +60,7 @@ def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMes
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``DeviceMesh``.
@@ -77,7 +77,7 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return the shards of each parameter on the devices of this process, by canonical name.
+    """Return the shards of each parameter on the devices of this process, keyed by canonical name.
 
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
@@ -96,7 +96,7 @@ class BatchShard:
 
     Args:
         model: Model, which is divided in place.
-        mesh: Devices of all processes. None uses only the model's device.
+        mesh: Devices of all processes. If None, only the model's device is used.
         dropout: ``global`` or ``local``.
 
     Attributes:

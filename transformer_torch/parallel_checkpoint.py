@@ -1,8 +1,8 @@
 """Checkpoints of large runs: a directory to which each process writes its shards (``torch.distributed.checkpoint``).
 
 Any number of processes can read the directory, with any plan. It contains the weights with the names and shapes of
-``state_dict()``, the moments under the same names with a prefix, and the rest of the checkpoint in the file
-``run.safetensors``. All processes of a run must see the same directory. Don't read directories from untrusted sources,
+``state_dict()``, and the moments under the same names with a prefix. The file ``run.safetensors`` contains the rest of
+the checkpoint. All processes of a run must see the same directory. Don't read directories from untrusted sources,
 because the description of the tensors is a pickle.
 """
 
@@ -41,7 +41,7 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. None saves an empty dict.
+            values must survive a JSON round trip. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
@@ -123,7 +123,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _tensors(trainer):
-    """Return all tensors of a run by name, without copying them, so that loading into them changes the trainer."""
+    """Return all tensors of a run, keyed by name, without copying them. Loading into them changes the trainer."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
         state = trainer.optimizer.moments(parameter, trainer.step)

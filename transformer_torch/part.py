@@ -34,9 +34,9 @@ class Part(nn.Module):
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-        device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -103,11 +103,11 @@ class Part(nn.Module):
             weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
                 parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-            device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
-                ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+            precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
+                ``set_precision``). If None, the current precision is kept.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -139,11 +139,11 @@ class Part(nn.Module):
         Args:
             path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
             dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-            device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
-                ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
-                False uses the unoptimized code.
+            device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+            precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
+                ``set_precision``). If None, the current precision is kept.
+            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+                results up to rounding.
 
         Raises:
             OSError: If the file can't be read.
@@ -154,11 +154,11 @@ class Part(nn.Module):
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, by canonical name.
+        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         Raises:
-            ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters,
-                such as an adapter.
+            ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
+                parameters.
         """
         return get_weights(self)
 

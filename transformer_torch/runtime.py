@@ -1,4 +1,4 @@
-"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, precision settings, and input checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def set_precision(precision: str) -> None:
 
 
 def check_placement(dtype: torch.dtype | str, device: torch.device | str | None) -> None:
-    """Check that this package supports a dtype, and that this machine has a device.
+    """Check that this package supports a dtype, and that a device is available.
 
     Raises:
         ValueError: If the dtype or the device is unknown.
@@ -78,7 +78,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
     """Check the token IDs that a caller passed, and return them as a tensor.
 
     Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, an ID outside
-    the vocabulary raises an IndexError in the embedding on a CPU, or fails a CUDA assertion on a GPU.
+    the vocabulary raises an IndexError in the embedding on a CPU, or triggers a CUDA assertion on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):

@@ -45,7 +45,10 @@ def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) ->
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return log-probabilities [R, V] that allow only one token. If ``scored`` is False, its log-probability is 0."""
+    """Return log-probabilities [R, V] that allow only one token.
+
+    If ``scored`` is False, the log-probability of this token is 0.
+    """
     is_token = torch.arange(log_probabilities.shape[1], device=log_probabilities.device) == token
     return torch.where(is_token, log_probabilities if scored else torch.zeros_like(log_probabilities), -inf)
 

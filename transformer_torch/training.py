@@ -134,15 +134,16 @@ class Trainer:
     With a mesh, the trainer divides the model in place, and all processes must call each method of the trainer
     together. Between steps, a process can call the model. It can also search with the model, unless the mesh shards the
     parameters. If ``dropout`` is ``global``, attention with dropout doesn't use the fused kernel, because each process
-    would sample masks for only its own rows. On a GPU, the kernel also samples different masks. To check that results
-    don't depend on the number of devices, compare with a mesh of one device, not with a trainer without a mesh.
+    would sample masks for only its own rows. On a GPU, the masks that the kernel samples also differ from the masks of
+    the unfused computation. To check that results don't depend on the number of devices, compare with a mesh of one
+    device, not with a trainer without a mesh.
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``. Each step divides the batch over its devices. Pass the full batch in every
-            process. None uses only the model's device.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. Pass the full batch in every
+            process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
         compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, but later

@@ -30,9 +30,9 @@ class Encoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-        device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -51,7 +51,7 @@ class Encoder(Part):
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
@@ -85,9 +85,9 @@ class Decoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-        device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -114,10 +114,11 @@ class Decoder(Part):
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
             memory: Encoder memory, as returned by ``encode``.
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``source_mask`` is
+                required.
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
@@ -160,11 +161,11 @@ class Decoder(Part):
         """Return a cache for ``decode_step``, which decodes the target step by step.
 
         Args:
-            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``memory`` and
-                ``source_mask``.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. If None, ``memory`` and
+                ``source_mask`` are required.
             capacity: Maximum number of target positions, including BOS.
             beam_size: Number of hypotheses per source sequence.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
             memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
@@ -236,9 +237,9 @@ class Transformer(Encoder, Decoder):
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
-        device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
-            uses the unoptimized code.
+        device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
+        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
+            up to rounding.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.
@@ -262,9 +263,9 @@ class Transformer(Encoder, Decoder):
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
-            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+            source_mask: True for source positions that contain a token, False for padding. If None, it is derived from
                 ``source_ids``.
-            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+            target_mask: True for target positions that contain a token, False for padding. If None, it is derived from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.

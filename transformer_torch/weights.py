@@ -44,21 +44,21 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+    """Return a copy of every parameter of a model in the model's dtype, keyed by canonical name.
 
     Args:
         model: Model to read.
 
     Raises:
-        ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters, such
-            as an adapter.
+        ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
+            parameters.
     """
     check_complete(model, frozen=True)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
-    """Return the tensors that the model computes with, by canonical name. Kernels have PyTorch's shape.
+    """Return the tensors that the model computes with, keyed by canonical name. Kernels have PyTorch's shape.
 
     The weight of a parametrized layer is the tensor that is computed from its parameters.
 
@@ -85,8 +85,8 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         frozen: True checks frozen parameters too.
 
     Raises:
-        ValueError: If a parameter has no canonical name, such as an adapter's, or the embedding that is tied to the
-            output projection was replaced.
+        ValueError: If a parameter has no canonical name, for example in an adapter, or if the embedding that is tied to
+            the output projection was replaced.
     """
     layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
@@ -112,7 +112,7 @@ def _layer(model, path):
 
 
 def parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by canonical name. Kernels have PyTorch's shape.
+    """Return the model's parameters, keyed by canonical name. Kernels have PyTorch's shape.
 
     Raises:
         ValueError: If a layer may compute with additional or different tensors, or if a weight is computed from other
@@ -146,7 +146,7 @@ def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
 
 
 def copy_out(name: str, tensor: Tensor) -> ndarray:
-    """Return a copy of a parameter, or a tensor of the same shape, as an array in the canonical shape.
+    """Return a copy of a parameter, or of a tensor of the same shape, as an array in the canonical shape.
 
     A tensor that is sharded over a mesh is gathered first.
 
@@ -180,7 +180,7 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
-    """Return this process's part of a tensor, preceded by its index in the full tensor."""
+    """Return the position of this process's part in the full tensor, and the part itself."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(slice(0, size) for size in tensor.shape), tensor
     (chunk,) = tensor.__create_chunk_list__()

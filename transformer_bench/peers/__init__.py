@@ -1,4 +1,4 @@
-"""Peers: implementations based on other libraries, which ``parity bench --peers`` times with the same weights.
+"""Peers, which ``parity bench --peers`` times with the same weights: implementations based on other libraries.
 
 Each peer is written in the style of its library, using the library's building blocks. A library is imported only when
 its peer is used.

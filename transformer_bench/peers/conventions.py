@@ -43,7 +43,7 @@ class Peer:
 
         Args:
             config: The config, which must use the conventions of the ``marian`` preset.
-            weights: The weights to copy, by canonical name.
+            weights: The weights to copy, keyed by canonical name.
             dtype: float32, or float64 if the library supports it.
             training: The learning rate and Adam settings; None for inference.
 

@@ -21,7 +21,7 @@ from transformer_spec.training_config import TrainingConfig
 
 @dataclass
 class FlaxNNX(Peer):
-    """A model based on ``nnx.MultiHeadAttention``, which decodes with this layer's cache."""
+    """A model based on ``nnx.MultiHeadAttention``. It decodes with this layer's cache."""
 
     name: str = "flax nnx"
     modules: ClassVar[tuple[str, ...]] = ("jax", "flax", "optax")

@@ -20,7 +20,10 @@ from transformer_spec.training_config import TrainingConfig
 
 @dataclass
 class KerasHub(Peer):
-    """A model based on ``TransformerEncoder`` and ``TransformerDecoder``, which decodes with their caches."""
+    """A model based on ``TransformerEncoder`` and ``TransformerDecoder``.
+
+    It decodes with the caches of these layers.
+    """
 
     xla: bool
     modules: ClassVar[tuple[str, ...]] = ("tensorflow", "keras", "keras_hub")

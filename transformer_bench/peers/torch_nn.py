@@ -1,4 +1,4 @@
-"""A model based on ``torch.nn.Transformer``, with tied embeddings, run eagerly or via ``torch.compile``."""
+"""A model based on ``torch.nn.Transformer`` with tied embeddings. It runs eagerly or via ``torch.compile``."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -106,7 +106,7 @@ class TorchNN(TorchPeer):
         raise NotImplementedError("torch.nn.Transformer has no cache")
 
     def _inputs(self, source_ids, target_ids):
-        """Return the token IDs and their padding mask, in which True means "may not be attended to"."""
+        """Return the source and target IDs and their padding masks, in which True marks positions to ignore."""
         import torch
 
         is_padding = source_ids == self._config.pad_id, ~target_padding_mask(target_ids, self._config.pad_id)
@@ -162,7 +162,7 @@ def _translator(config):
     from torch import nn
 
     class TorchTranslator(nn.Module):
-        """``nn.Transformer`` without final norms, whose inputs and output share one embedding matrix."""
+        """``nn.Transformer`` without final norms. Its inputs and output share one embedding matrix."""
 
         def __init__(self):
             super().__init__()
@@ -198,7 +198,7 @@ def _translator(config):
             positions = sinusoidal_encoding(config.max_length, config.d_model, config.position_layout)
             self.positions = nn.Buffer(torch.tensor(positions), persistent=False)
             future = nn.Transformer.generate_square_subsequent_mask(config.max_length)
-            self.future = nn.Buffer(future.isinf(), persistent=False)  # True means "may not be attended to"
+            self.future = nn.Buffer(future.isinf(), persistent=False)  # True marks positions to ignore
 
         def embed(self, ids):
             x = self.embedding(ids) * config.d_model**0.5 + self.positions[: ids.shape[1]]

@@ -69,7 +69,7 @@ def compare_tensors(
         names: The names of the tensors to compare, which must be in both ``actual`` and ``expected``.
         actual: The tensors of the implementation under test.
         expected: The correct tensors.
-        tolerances: The largest accepted error, by name.
+        tolerances: The largest accepted errors, keyed by tensor name.
         measure: The rule that compares two tensors.
     """
     for name in names:

@@ -1,4 +1,4 @@
-"""Findings: a finding is the result of comparing one tensor of a port with the reference."""
+"""Findings, each of which is the result of comparing one tensor of a port with the reference."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether a discrete decision, such as a token, differs from the reference only because of rounding."""
+        """Whether a discrete result, such as a token, differs from the reference only because of rounding."""
         return self.verdict == AGREES and bool(self.detail)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Finding:
         return {**asdict(self), "ratio": self.ratio}
 
 
-# The tensors of a port by case and dtype. The tensors of each case are in the order of computation.
+# The tensors of a port, keyed by case and dtype. The tensors of each case are in the order of computation.
 Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 

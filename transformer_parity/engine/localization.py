@@ -128,7 +128,7 @@ class Replay:
     """Reruns the blocks of a port or of the reference on given intermediate values.
 
     Attributes:
-        about: A blame without marks, which specifies the port, dtype, case, and stage.
+        about: A blame without marks. It specifies the port, dtype, case, and stage.
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
             float64.
@@ -143,7 +143,7 @@ class Replay:
     distance: Callable[[str, Arrays, Arrays], float] = distance
 
     def blocks_of_port(self, port: Rerun, goes_on: Callable[[Arrays, Arrays], bool] | None = None) -> Evidence:
-        """Rerun the port on the reference's values or, if the port ignores them, the reference on the port's values.
+        """Rerun the port on the reference's values. If the port ignores them, rerun the reference on the port's values.
 
         Args:
             port: A function that runs the port.

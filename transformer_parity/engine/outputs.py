@@ -1,4 +1,4 @@
-"""The outputs of one implementation: named tensors by path, from a run or from a directory of files."""
+"""The outputs of one implementation: named tensors for each path, from a run or from a directory of files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# A path is a way to run a model: ``taps`` calls all taps, ``fast`` runs the model the way users do, ``cached`` decodes
-# position by position with a cache, ``load`` only loads and exports the weights, and ``files`` reads the results of an
+# A path is a way to run a model. ``taps`` calls all taps. ``fast`` runs the model the way users do. ``cached`` decodes
+# position by position with a cache. ``load`` only loads and exports the weights. ``files`` reads the results of an
 # earlier run from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
@@ -27,8 +27,8 @@ class Outputs:
     Attributes:
         case: The name of the case.
         dtype: The working dtype.
-        paths: The tensors by path and name, in the order of computation.
-        trace: Arrays for the diagnosis that are not compared, such as the beam after each step of a search.
+        paths: The tensors, keyed by path and name, in the order of computation.
+        trace: Arrays that are used for the diagnosis but not compared, such as the beam after each step of a search.
         hidden: The taps that the implementation deliberately doesn't show.
         weights: The digests of the exported weights; None if the model was not loaded for this case.
         skipped: The unsupported paths, with the reasons.
@@ -67,7 +67,7 @@ class Outputs:
 
     @property
     def shown(self) -> Tensors:
-        """All tensors by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
+        """All tensors, keyed by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
         found: Tensors = {}
         for path, tensors in self.paths.items():
             if path != FAST or TAPS not in self.paths:

@@ -23,7 +23,7 @@ def finite(baseline: float, name: str) -> float:
     """Return the reference's own error in float32, after checking that it is finite.
 
     Raises:
-        NotFiniteError: If the error is infinite or NaN, because every port would then be within the tolerance.
+        NotFiniteError: If the error is infinite or NaN. Every port would then be within the tolerance.
     """
     if not 0.0 <= baseline < math.inf:
         raise NotFiniteError(f"the reference is not finite in float32 at {name}")

@@ -115,8 +115,8 @@ class Coverage:
         stages: The stages requested explicitly or by default. Each stage must be compared in at least one dtype.
         dtypes: The dtypes requested explicitly. In each dtype, at least one stage must be compared.
         pairs: Whether both stages and dtypes were requested explicitly. Each stage must then be compared in each dtype.
-        planned: The number of cases by stage and dtype.
-        elsewhere: The dtypes that were not requested but in which a stage has cases, by stage.
+        planned: The number of cases, keyed by stage and dtype.
+        elsewhere: The dtypes that were not requested but in which a stage has cases, keyed by stage.
         unproven: The reasons why this port's agreement with the reference would be meaningless.
     """
 

@@ -32,7 +32,7 @@ WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interr
 
 
 def _widen(pipe: Any) -> None:
-    """Increase a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
+    """Increase a pipe's buffer to halve the time needed to read hundreds of megabytes."""
     with suppress(ImportError, AttributeError, OSError):  # only Linux supports it, and user limits apply
         import fcntl
 
@@ -80,7 +80,7 @@ class Child:
         self._received: deque[Any] = deque()
         self._number = 0  # number of messages received so far
         self._is_stopped = False
-        self._unreadable = ""  # the reason why a message of the process can't be read
+        self._unreadable = ""  # the reason why a message from the process can't be read
         self._to_send: SimpleQueue[bytes] = SimpleQueue()
         self._has_ended = False
         reader = Thread(target=self._read, daemon=True)

@@ -169,7 +169,7 @@ def _refusal(name: str, place: str, ours: str) -> str:
 
 
 def _found(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """Return the location of a top-level module without the finders of this checker and of pytest."""
+    """Return the location of a top-level module, ignoring the finders of this checker and of pytest."""
     return _asked(sys.meta_path[sys.meta_path.index(PathFinder) :], name, path, None)
 
 
@@ -190,7 +190,7 @@ def _is_same(place: str, ours: str) -> bool:
 
 
 def _sources(place: str) -> Mapping[str, bytes]:
-    """Return the source of each module in a directory, by relative path."""
+    """Return the source of each module in a directory, keyed by relative path."""
     return dict(_read(place)) if os.path.isdir(place) else {}
 
 

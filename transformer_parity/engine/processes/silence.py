@@ -49,7 +49,7 @@ class Silence:
         return self._seconds
 
     def _measure(self) -> tuple[float, float, dict[int, float]]:
-        """Return the time, the CPU time of the process and its descendants, and the idle time by CPU core."""
+        """Return the time, the CPU time of the process and its descendants, and the idle time of each CPU core."""
         idle = {i: times.idle for i, times in enumerate(psutil.cpu_times(percpu=True))}
         used = 0.0
         try:

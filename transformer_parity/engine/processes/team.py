@@ -59,7 +59,7 @@ class Team:
         """Yield (rank, message) for every message, until each process has sent a message of the type ``until``.
 
         Args:
-            until: The type of the last message of each process. By default, each process sends one message.
+            until: The type of the last message from each process. By default, each process sends one message.
             patience: See ``Children.listen``.
             pulse: See ``Children.listen``.
 
@@ -75,7 +75,7 @@ class Team:
             yield self._members.index(member), message
 
     def replies(self, patience: float = math.inf) -> list[Any]:
-        """Return the next message of each process, by rank.
+        """Return the next message from each process, as a list in rank order.
 
         Raises:
             TeamError: See ``listen``.

@@ -34,7 +34,7 @@ def envelope(
         result: The part of the result that is specific to this command.
         exit_code: The exit code of the command.
         compares: Whether the command compares implementations. If False, the result has no verdict.
-        environment: Versions, devices, and settings by backend.
+        environment: Versions, devices, and settings, keyed by backend.
         seconds: The duration of the command in seconds.
     """
     return plain(

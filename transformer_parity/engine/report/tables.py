@@ -44,7 +44,7 @@ def print_summary(
         console: The console to print to.
         findings: All findings.
         backends: The backends, one per column.
-        titles: The table titles by dtype; None to use the name of the dtype.
+        titles: The table titles, keyed by dtype; None to use the name of the dtype.
     """
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -63,7 +63,7 @@ def print_summary(
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
-    """Print the first failing tap of each case. Cases in which the same tap fails first share a line."""
+    """Print the first failing tap of each case. If the same tap fails first in several cases, they share a line."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):

@@ -62,7 +62,7 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 
 
 def role(name: str) -> str:
-    """Return the role of a tensor, which is the same in every layer and in all blocks of the same kind.
+    """Return the role of a tensor. It is the same in every layer and in all blocks of the same kind.
 
     The last word of a block's name is its kind. For example, ``self_attention`` and ``cross_attention`` both have the
     kind ``attention``.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class UsageError(Exception):
-    """The input can't be used. ``parity`` prints the message and exits with 3.
+    """The input can't be used. ``parity`` prints the message and exits with code 3.
 
     The first argument is the message, which states the requirement and the given value. The message is printed as one
     line, even if it quotes text with line breaks. Further arguments are printed below the message, one per line.

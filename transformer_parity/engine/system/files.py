@@ -73,7 +73,7 @@ def _stream_at(path: Path) -> int | None:
 
 
 def _write_into(path: Path, content: Path) -> None:
-    """Write content to a pipe, a device, or a standard stream, whose reader may close it at any time."""
+    """Write content to a pipe, a device, or a standard stream. The reader may close it at any time."""
     number = _stream_at(path)
     place = path if number is None else os.dup(number)  # opening a pipe fails if its reader has closed it
     with suppress(BrokenPipeError), content.open("rb") as source, open(place, "ab") as stream:
@@ -121,7 +121,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def is_same_file(path: str, other: str) -> bool:
-    """Return whether two paths refer to the same regular file, which may not exist yet.
+    """Return whether two paths refer to the same regular file. The file doesn't have to exist yet.
 
     Args:
         path: A path.
