@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 DIRECTORY = Path(__file__).parent
-ASKED = ("--port", "unscaled_port:MyPort", "--backends", "torch,jax,tf", "Freitag, 3. Mai 2024")
+ASKED = ("--port", "unscaled_port:MyPort", "--backends", "torch,jax,tf", "--dtype", "float64", "Freitag, 3. Mai 2024")
 SIZE = {"width": 1280, "height": 760}
 
 
