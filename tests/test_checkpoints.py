@@ -124,7 +124,7 @@ def test_flipped_bits_in_tensors_are_detected(path, saved):
     for position in rng.integers(header_size(saved), len(saved), 40):
         path.write_bytes(flipped(saved, position, rng))
         name = re.escape(tensor_at(saved, position))
-        reason = f"^{re.escape(str(path))} is not a usable checkpoint: {name} is damaged: its SHA-256 must be "
+        reason = f"^{re.escape(str(path))} is not a usable checkpoint: {name} is damaged: expected SHA-256 "
         with pytest.raises(ValueError, match=reason):
             load_checkpoint(path)
 
@@ -265,7 +265,7 @@ CORRUPTIONS = {
     "NaN weight": ({"tensors": {NAME: FITS * np.nan}}, f"{NAME} must be finite"),
     "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
     "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
-    "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 2: got 3"),
+    "version": ({"description": lambda c: {**c, "version": 3}}, "expected format version 2, got 3"),
     "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata contains unknown entries: trainer"),
     "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
     "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),

@@ -259,7 +259,7 @@ def test_lines_end_only_at_newlines(tmp_path):
 
 def test_encoding_error_names_the_file_and_line(tmp_path):
     (tmp_path / "a").write_bytes(b"a\rb\nc\n\xe4\n")
-    with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 3: .* byte 0xe4"):
+    with pytest.raises(ValueError, match=r"a is not valid UTF-8 in line 3: .* byte 0xe4"):
         read_pairs(tmp_path / "a", tmp_path / "a")
 
 
