@@ -207,7 +207,7 @@ def other_weights(directory):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["lacks full/padded/float64.safetensors"]),
+        (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["does not contain full/padded/float64.safetensors"]),
         (truncate, ["full/padded/float64.safetensors is truncated or modified: expected SHA-256 "]),
         (flip, ["steps/port/float64.safetensors is truncated or modified"]),
         (set_field("version", value=4), ["expected format version 2 or 3, got 4"]),
@@ -215,7 +215,7 @@ def other_weights(directory):
         (set_field("format", value="other"), ["does not have the format 'transformer-parity golden vectors'"]),
         (
             set_field("cases", 0, "stage", value="logits"),
-            ["must be one of activations, gradients"],
+            ["to be one of activations, gradients"],
         ),
         (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["is not inside the directory"]),
         (
@@ -223,7 +223,7 @@ def other_weights(directory):
             ["expected num_hypotheses of case", "to be 1, got 3"],
         ),
         (set_field("left_out", value=None), ["expected 'left_out' in manifest.json to be a list, got None"]),
-        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not in"]),
+        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not one of"]),
         (set_field("config", "d_ff", value=41), ["differs from the config in manifest.json", "d_ff 40 and 41"]),
         (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is not valid JSON"]),
         (lambda f: (f / "manifest.json").write_text("[]"), ["does not have the format"]),

@@ -240,7 +240,7 @@ def test_results_can_be_arrays_of_the_framework(port, search):
         (
             {"prefix_ids": [[4]] * 5, "rules": SearchRules(forced_ids=(4,))},
             ValueError,
-            "at most one of prefix_ids and the rules' forced_ids",
+            "prefix_ids and rules.forced_ids are mutually exclusive",
         ),
     ],
 )

@@ -242,7 +242,7 @@ BAD_STATES = {  # changes to attributes of the state, or to one first or second 
     "integers": (
         {"first_moment": {NAME: np.zeros(40, int)}},
         TypeError,
-        f"{NAME} must be one of float64, float32, float16, bfloat16: got int64",
+        f"dtype of {NAME} must be one of float64, float32, float16, bfloat16: got int64",
     ),
     "NaN": (
         {"first_moment": {NAME: np.append(np.zeros(39), np.nan)}},
