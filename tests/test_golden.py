@@ -234,7 +234,7 @@ def other_weights(directory):
         (shutil.rmtree, ["there is no directory"]),
         (
             lambda f: edit(f, PADDED, "float64", put("logits", lambda x: x[..., :36].copy()), describe=False),
-            ["full/padded/float64.safetensors", "logits must be float64 [4, 7, 37]: got float64 [4, 7, 36]"],
+            ["full/padded/float64.safetensors", "logits is float64 [4, 7, 36] instead of float64 [4, 7, 37]"],
         ),
         (
             lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),
