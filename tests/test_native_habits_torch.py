@@ -151,7 +151,7 @@ def other_embedding(package, model):
     [
         (added_layer, r"all parameters must have canonical names: got encoder\.layers\.1"),
         (added_norm, r"all parameters must have canonical names: got encoder\.final_norm"),
-        (removed_layer, r"the model must have encoder\.layers\.0"),
+        (removed_layer, r"the model has no encoder\.layers\.0"),
         (other_embedding, "output_proj must be tied to target_embedding"),
     ],
 )
