@@ -165,7 +165,7 @@ class Trainer:
         check_type("settings", settings, TrainingConfig)
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         if not model.source_embedding.table.any():
-            raise ValueError("the model has no weights yet: call set_weights(model, init_weights(config, seed)) first")
+            raise ValueError("the model has no weights yet; call set_weights(model, init_weights(config, seed)) first")
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         self.model = model

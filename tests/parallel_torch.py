@@ -173,16 +173,16 @@ def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str,
 
 
 REFUSED = {
-    "search": "ValueError: the model must not be sharded over a mesh: to search, load its export_weights() into a "
+    "search": "ValueError: the model must not be sharded over a mesh; to search, load its export_weights() into a "
     "model on one device",
-    "gradients": "ValueError: the model must not be sharded over a mesh: call Trainer.gradient instead",
+    "gradients": "ValueError: the model must not be sharded over a mesh; call Trainer.gradient instead",
     "again": "ValueError: the model must not already be wrapped or sharded: got FSDPTransformer",
     "wrapped": "ValueError: the model must not already be wrapped or sharded: got Sequential",
-    "frozen": "ValueError: the set of frozen parameters of a sharded model must not change: create a new Trainer",
-    "plan": "ValueError: the plan data=3 needs 3 devices: got 2 "
-    "(start one process per device, for example with torchrun --nproc-per-node)",
-    "axis": "ValueError: the axes of a mesh must be among data, fsdp, tensor: got x",
-    "no names": "ValueError: the axes of a mesh must be among data, fsdp, tensor: got (without a name)",
+    "frozen": "ValueError: the set of frozen parameters of a sharded model must not change; create a new Trainer",
+    "plan": "ValueError: plan data=3 requires exactly 3 devices: got 2; "
+    "start one process per device, for example with torchrun --nproc-per-node",
+    "axis": "ValueError: mesh axes must be named data, fsdp, or tensor: got x",
+    "no names": "ValueError: mesh axes must be named data, fsdp, or tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
     "seed": "ValueError: all processes must have the same seed, settings, dropout, and model: process 1 differs",

@@ -246,8 +246,8 @@ def test_ctrl_c_before_the_first_timing_reports_no_times(capsys, monkeypatch):
         (["--dropout", "0.1"], "decode does not support --dropout"),
         (["--parallel", "data=2"], "decode does not support --parallel"),
         (["--config", "huge"], "invalid choice: 'huge'"),
-        (["--device", "gpu", "--peers"], "--peers supports only the CPU: remove --peers or --device gpu"),
-        (["--device", "gpu"], "numpy supports only the CPU: add --backends torch,jax,tf"),
+        (["--device", "gpu", "--peers"], "--peers supports only the CPU; remove --peers or --device gpu"),
+        (["--device", "gpu"], "numpy supports only the CPU; add --backends torch,jax,tf"),
     ],
 )
 def test_invalid_bench_options_are_rejected_before_measuring(options, message, capsys, monkeypatch):

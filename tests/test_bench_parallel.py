@@ -174,7 +174,7 @@ def test_documented_plan_costs_match_the_command_output(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "0"], "--rounds 0 only computes the costs of parallelism plans: add --parallel PLAN"),
+        (["--rounds", "0"], "--rounds 0 only computes the costs of parallelism plans; add --parallel PLAN"),
         (
             ["--parallel", "tensor=3"],
             "--parallel tensor=3: num_heads of the encoder must be divisible by tensor=3: got 4",

@@ -189,9 +189,9 @@ def test_invalid_text_files_are_rejected(tmp_path):
     one, two = write("one", b"a\n"), write("two", b"b\nc\n")
     with pytest.raises(ValueError, match="must be line-aligned: got 1 and 2 lines"):
         read_pairs(one, two)
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
+    with pytest.raises(ValueError, match="is not valid UTF-8"):
         read_pairs(one, write("latin", "ä\n".encode("latin-1")))
-    with pytest.raises(ValueError, match="is not gzipped text"):
+    with pytest.raises(ValueError, match="is not a valid gzip file"):
         read_pairs(one, write("fake.gz", b"no gzip"))
     with pytest.raises(ValueError, match="must contain at least one pair of nonempty lines"):
         read_pairs(write("empty", b"\n"), one)
@@ -206,7 +206,7 @@ def test_subword_ids_avoid_special_ids():
         assert not set(ids[:-1]) & set(special.values())
         assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 1
     small = ref.TransformerConfig(source_vocab_size=50, target_vocab_size=50)
-    with pytest.raises(ValueError, match="subwords require a vocabulary of at least"):
+    with pytest.raises(ValueError, match="subwords and 3 special tokens require source_vocab_size"):
         vocabulary.numbered(small)
 
 

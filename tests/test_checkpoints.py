@@ -124,7 +124,7 @@ def test_flipped_bits_in_tensors_are_detected(path, saved):
     for position in rng.integers(header_size(saved), len(saved), 40):
         path.write_bytes(flipped(saved, position, rng))
         name = re.escape(tensor_at(saved, position))
-        reason = f"^{re.escape(str(path))} is not a usable checkpoint: {name} is damaged: its SHA-256 must be "
+        reason = f"^{re.escape(str(path))} is not a usable checkpoint: {name} is damaged: expected SHA-256 "
         with pytest.raises(ValueError, match=reason):
             load_checkpoint(path)
 
@@ -206,7 +206,7 @@ def test_unserializable_progress_raises_value_error(path, saved, value):
         (
             lambda c: with_state(c, first_moment={**c.state.first_moment, NAME: np.ones((24, 24), int)}),
             TypeError,
-            f"{NAME} must be one of float64",
+            f"dtype of {NAME} must be one of float64",
         ),
         (lambda c: dataclasses.replace(c, weights={}), ValueError, "weights contain 0 tensors"),
         (lambda c: dataclasses.replace(c, config=c.config.replace(d_ff=41)), ValueError, "weights do not fit"),
@@ -258,17 +258,32 @@ CORRUPTIONS = {
     "extra tensor": ({"tensors": {"third": FITS}}, "weights .* unexpected third"),
     "extra moment": ({"tensors": {"first_moment.third": FITS}}, "first moments .* unexpected third"),
     "shape": ({"tensors": {f"first_moment.{NAME}": FITS[:, 1:].copy()}}, rf"{NAME} must have shape \[24, 24\]"),
-    "dtype": ({"tensors": {f"first_moment.{NAME}": FITS.astype(np.int32)}}, f"{NAME} must be one of .* got int32"),
+    "dtype": (
+        {"tensors": {f"first_moment.{NAME}": FITS.astype(np.int32)}},
+        f"dtype of {NAME} must be one of .* got int32",
+    ),
     "negative": ({"tensors": {f"second_moment.{NAME}": -FITS}}, f"second moment of {NAME} must not be negative"),
     "NaN": ({"tensors": {f"second_moment.{NAME}": FITS * np.nan}}, f"{NAME} must be finite"),
     "infinite": ({"tensors": {f"first_moment.{NAME}": FITS * np.inf}}, f"{NAME} must be finite"),
     "NaN weight": ({"tensors": {NAME: FITS * np.nan}}, f"{NAME} must be finite"),
-    "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
-    "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
-    "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 2: got 3"),
+    "vocabulary": (
+        {"tensors": {"vocabulary": np.ones(5, np.int8)}},
+        r"expected vocabulary to be a 1-D uint8 tensor, got int8 \[5\]",
+    ),
+    "square vocabulary": (
+        {"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}},
+        r"expected vocabulary to be a 1-D uint8 tensor, got uint8 \[2, 2\]",
+    ),
+    "version": ({"description": lambda c: {**c, "version": 3}}, "expected format version 2, got 3"),
     "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata contains unknown entries: trainer"),
-    "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
-    "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
+    "no training": (
+        {"description": lambda c: {**c, "training": None}},
+        "expected the training state to be an object .* NoneType",
+    ),
+    "training list": (
+        {"description": lambda c: {**c, "training": [1]}},
+        "expected the training state to be an object .* list",
+    ),
     "missing training": (
         {"description": lambda c: {name: c[name] for name in ("version", "config", "sha256")}},
         "weights .* unexpected first_moment",

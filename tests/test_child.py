@@ -188,7 +188,7 @@ def test_output_of_an_interpreter_wrapper_is_ignored(wrapped):
         ("echo before; exit 5", "the process ended with exit code 5"),
         (
             "exec cat",
-            "the process printed '' to standard output, which is reserved for messages: print to standard error in",
+            "the process printed '' to standard output, which is reserved for messages; print to standard error in",
         ),
         (
             "exec yes 'hello world'",

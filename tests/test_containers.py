@@ -315,7 +315,7 @@ def test_symbolic_links_in_the_hub_cache_are_followed(tmp_path):
 UNFETCHED = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
 )
-FETCH = "is a git-lfs pointer, not the file: fetch the file with `git lfs pull`"
+FETCH = "is a git-lfs pointer, not the file; fetch the file with `git lfs pull`"
 
 
 @pytest.mark.parametrize("name", ["m.npz", "m.pt", "m.ckpt", "m.weights.h5", "m.keras", "m.safetensors"])

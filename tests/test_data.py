@@ -259,7 +259,7 @@ def test_lines_end_only_at_newlines(tmp_path):
 
 def test_encoding_error_names_the_file_and_line(tmp_path):
     (tmp_path / "a").write_bytes(b"a\rb\nc\n\xe4\n")
-    with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 3: .* byte 0xe4"):
+    with pytest.raises(ValueError, match=r"a is not valid UTF-8 in line 3: .* byte 0xe4"):
         read_pairs(tmp_path / "a", tmp_path / "a")
 
 
@@ -296,5 +296,5 @@ def test_line_over_the_size_limit_is_rejected_with_its_number(tmp_path, monkeypa
     path.write_bytes(b"a\n" + b"b" * 99 + b"\n")
     assert [len(line) for line, _ in read_pairs(path, path)] == [1, 99]
     path.write_bytes(b"a\n" + bytes(1000))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: line 2 must be at most "):
+    with pytest.raises(ValueError, match=f"^line 2 of {re.escape(str(path))} must be at most "):
         read_pairs(path, path)

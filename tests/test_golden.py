@@ -207,26 +207,26 @@ def other_weights(directory):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["lacks full/padded/float64.safetensors"]),
-        (truncate, ["full/padded/float64.safetensors is truncated or was modified: SHA-256 must be"]),
-        (flip, ["steps/port/float64.safetensors is truncated or was modified"]),
-        (set_field("version", value=4), ["format version must be 2 or 3: got 4"]),
-        (set_field("version", value=True), ["format version must be 2 or 3: got True"]),
-        (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
+        (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["does not contain full/padded/float64.safetensors"]),
+        (truncate, ["full/padded/float64.safetensors is truncated or modified: expected SHA-256 "]),
+        (flip, ["steps/port/float64.safetensors is truncated or modified"]),
+        (set_field("version", value=4), ["expected format version 2 or 3, got 4"]),
+        (set_field("version", value=True), ["expected format version 2 or 3, got True"]),
+        (set_field("format", value="other"), ["does not have the format 'transformer-parity golden vectors'"]),
         (
             set_field("cases", 0, "stage", value="logits"),
-            ["must be one of activations, gradients"],
+            ["to be one of activations, gradients"],
         ),
-        (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must be inside the directory"]),
+        (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["is not inside the directory"]),
         (
             set_field("cases", GREEDY, "search", "num_hypotheses", value=3),
-            ["num_hypotheses of case", "must be 1: got 3"],
+            ["expected num_hypotheses of case", "to be 1, got 3"],
         ),
-        (set_field("left_out", value=None), ["manifest.json must contain 'left_out', a list: got None"]),
-        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not in"]),
-        (set_field("config", "d_ff", value=41), ["must be equal to the config in manifest.json", "d_ff 40 and 41"]),
+        (set_field("left_out", value=None), ["expected 'left_out' in manifest.json to be a list, got None"]),
+        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not one of"]),
+        (set_field("config", "d_ff", value=41), ["differs from the config in manifest.json", "d_ff 40 and 41"]),
         (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is not valid JSON"]),
-        (lambda f: (f / "manifest.json").write_text("[]"), ["must have the format"]),
+        (lambda f: (f / "manifest.json").write_text("[]"), ["does not have the format"]),
         (
             lambda f: (f / "manifest.json").unlink(),
             ["does not contain golden vectors: the directory has no manifest.json"],
@@ -234,7 +234,7 @@ def other_weights(directory):
         (shutil.rmtree, ["there is no directory"]),
         (
             lambda f: edit(f, PADDED, "float64", put("logits", lambda x: x[..., :36].copy()), describe=False),
-            ["full/padded/float64.safetensors", "logits must be float64 [4, 7, 37]: got float64 [4, 7, 36]"],
+            ["full/padded/float64.safetensors", "logits is float64 [4, 7, 36] instead of float64 [4, 7, 37]"],
         ),
         (
             lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),

@@ -164,7 +164,7 @@ def test_interrupted_golden_command_keeps_the_old_directory(truth, tmp_path, mon
 def test_only_golden_vectors_are_overwritten_and_only_if_requested(copy, tmp_path, capsys):
     write = ["golden", "--dtype", "float64", "--out"]
     assert main([*write, str(copy)]) == 3
-    assert "already contains golden vectors: use --force to replace them" in capsys.readouterr().err
+    assert "already contains golden vectors; use --force to replace them" in capsys.readouterr().err
     assert vectors.read(copy).dtypes == ("float64", "float32")
     assert main([*write, str(copy), "--force"]) == 0
     assert vectors.read(copy).dtypes == ("float64",)

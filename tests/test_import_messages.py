@@ -210,12 +210,12 @@ def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
     (here / "files").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "files is a directory, not a weight file: to convert a checkpoint directory, use `parity import`\n" in err
+    assert "files is a directory, not a weight file; use `parity import` to convert a checkpoint directory\n" in err
     for name in ("model.safetensors", "checkpoint-20.safetensors"):  # a training run writes both files
         (here / "files" / name).touch()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "files is a directory, not a weight file: it contains checkpoint-20.safetensors, model.safetensors\n" in err
+    assert "files is a directory, not a weight file; it contains checkpoint-20.safetensors, model.safetensors\n" in err
 
 
 def test_missing_vocabulary_error_explains_how_to_add_one(here, capsys):

@@ -35,9 +35,7 @@ def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
         torch.testing.assert_close(logits, right, rtol=1e-12, atol=1e-12)
         assert found.length == n + 1
         assert len(graphs) <= 1 + (n > 0) + (n == 19)  # three kinds: first step, full cache, others
-    with pytest.raises(
-        ValueError, match="must have capacity for the next target position: all 20 positions are in use"
-    ):
+    with pytest.raises(ValueError, match="the cache is full: all 20 positions are in use"):
         model.decode_step(torch.tensor([1, 1]), expected)
 
 
@@ -76,7 +74,7 @@ def test_search_warns_if_only_the_call_is_compiled(port, graphs):
     model = build(port)
     expected = port.package.greedy_search(model, SOURCE, max_length=6)
     model.compile(backend=backend(graphs))
-    with pytest.warns(UserWarning, match=r"searches ignore model.compile\(\): pass torch.compile"):
+    with pytest.warns(UserWarning, match=r"searches ignore model.compile\(\); pass torch.compile"):
         found = port.package.greedy_search(model, SOURCE, max_length=6)
     np.testing.assert_array_equal(found.ids, expected.ids)
 

@@ -73,7 +73,7 @@ def test_training_rejects_adapters(port):
         lambda: port.package.Trainer(model, SETTINGS),
         trainer.export_state,
     ):
-        with pytest.raises(ValueError, match=r"self_attention\.query_proj must be merged first: got a LoRALinear"):
+        with pytest.raises(ValueError, match=r"self_attention\.query_proj must not be an adapter: got a LoRALinear"):
             call()
 
 

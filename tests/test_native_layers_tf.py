@@ -83,7 +83,7 @@ def test_export_rejects_parameters_without_a_canonical_name(port):
     model.head = keras.layers.Dense(2, name="head")
     model.head.build((None, 37))
     for refused in (model.export_weights, lambda: port.package.gradients(model, *BATCH)):
-        with pytest.raises(ValueError, match=r"head/kernel has no canonical name: freeze it"):
+        with pytest.raises(ValueError, match=r"head/kernel has no canonical name; freeze the variable"):
             refused()
     model.head.trainable = False
     assert model.export_weights()
@@ -351,7 +351,7 @@ def test_invalid_token_id_inputs_raise_clear_errors(port):
 
     model, ragged = build(port), tf.ragged.constant([[5, 6, 2], [5, 2]])
     for call, error, message in (
-        (lambda: model(SOURCE), TypeError, "target_ids must be given: call model(source_ids, target_ids)"),
+        (lambda: model(SOURCE), TypeError, "target_ids must be given; call model(source_ids, target_ids)"),
         (lambda: model(target_ids=TARGET), TypeError, "source_ids must be given"),
         (lambda: model(ragged, TARGET), TypeError, "convert it with source_ids.to_tensor(config.pad_id)"),
         (lambda: model.encode(ragged), TypeError, "convert it with source_ids.to_tensor(config.pad_id)"),

@@ -296,7 +296,7 @@ def test_swapped_arguments_raise_type_error():
 
 def test_training_a_model_without_weights_is_rejected():
     """All matrices of such a model are zero, and some gradients would remain zero."""
-    message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
+    message = r"^the model has no weights yet; call set_weights\(model, init_weights\(config, seed\)\) first$"
     with pytest.raises(ValueError, match=message):
         ref.Trainer(ref.Transformer(tiny_config()), TrainingConfig())
 

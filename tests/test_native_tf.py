@@ -469,7 +469,7 @@ def test_mask_keyword_works_with_structured_inputs(port, form):
 @pytest.mark.parametrize("source", [[[5, 6], [8, 9]], ([5, 6], [8, 9]), np.array([[5, 6], [8, 9]]), []])
 def test_omitted_target_raises_an_error(port, source):
     """A list of source rows must not be mistaken for a list of arguments."""
-    with pytest.raises(TypeError, match=r"target_ids must be given: call model"):
+    with pytest.raises(TypeError, match=r"target_ids must be given; call model"):
         build(port)(source)
 
 

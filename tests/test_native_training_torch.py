@@ -265,7 +265,9 @@ def test_trainer_supports_a_parametrized_layer(port):
         trainer.export_state,
         lambda: trainer.load_state(state),
     ):
-        with pytest.raises(ValueError, match=f"{name} must be a parameter: got a computed tensor"):
+        with pytest.raises(
+            ValueError, match=f"{name} must be an nn.Parameter: got a tensor computed by a parametrization"
+        ):
             refused()
 
 

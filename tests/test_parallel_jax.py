@@ -337,7 +337,9 @@ def test_dropout_masks_are_drawn_without_communication():
 
 
 def test_plan_with_too_few_devices_is_rejected(port):
-    with pytest.raises(ValueError, match=r"the plan data=2,tensor=2 needs 4 devices: got 1 \(.*jax_num_cpu_devices"):
+    with pytest.raises(
+        ValueError, match=r"plan data=2,tensor=2 requires exactly 4 devices: got 1; .*jax_num_cpu_devices"
+    ):
         port.package.make_mesh(Plan(data=2, tensor=2))
 
 
@@ -347,7 +349,7 @@ def test_trainer_rejects_invalid_meshes(port):
     model, settings = build(port), TrainingConfig()
     with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh: got Plan"):
         port.package.Trainer(model, settings, mesh=Plan())
-    with pytest.raises(ValueError, match="the axes of a mesh must be among data, fsdp, tensor: got model"):
+    with pytest.raises(ValueError, match="mesh axes must be named data, fsdp, or tensor: got model"):
         port.package.Trainer(model, settings, mesh=jax.make_mesh((1, 1), ("data", "model")))
     with pytest.raises(ValueError, match="dropout must be one of global, local: got 'own'"):
         port.package.Trainer(model, settings, dropout="own")

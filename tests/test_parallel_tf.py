@@ -190,7 +190,7 @@ def saved_and_loaded(directory):
     assert (one.step, one.seed) == (1, probe.seed)
     results = [float(pair.train_step(*probe.batch(1)).loss) for pair in (many, one)]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
-    with pytest.raises(FileExistsError, match=r"run already exists: choose a different directory$"):
+    with pytest.raises(FileExistsError, match=r"run already exists; choose a different directory$"):
         save_sharded(Path(directory) / "run", many)
     other = trainer(package, probes()["untied"])
     with pytest.raises(ValueError, match=r"must contain \S+ as float64 .*: got "):
@@ -217,7 +217,9 @@ def test_plan_with_more_devices_than_available_is_rejected(port):
     import tensorflow as tf
 
     assert len(tf.config.list_logical_devices("CPU")) == 1  # listing the devices initializes them
-    with pytest.raises(ValueError, match=r"^the plan data=7 needs 7 devices: got 1 \(to split a CPU into devices,"):
+    with pytest.raises(
+        ValueError, match=r"^plan data=7 requires exactly 7 devices: got 1; to split a CPU into devices,"
+    ):
         port.package.make_mesh(Plan(data=7), "cpu")
 
 

@@ -144,7 +144,7 @@ def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes)
             assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
-        assert again == f"{directory / 'run'} already exists: choose a different directory"
+        assert again == f"{directory / 'run'} already exists; choose a different directory"
         for resumed in (from_the_directory, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}
@@ -176,7 +176,7 @@ def test_wrong_number_of_processes_raises_value_error(monkeypatch, world, plan):
     """Each process raises the error immediately, before it waits for others."""
     for name, value in environment(0, world, 1).items() if world else ():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"the plan {plan} needs 2 devices: got {world or 1} .*torchrun"):
+    with pytest.raises(ValueError, match=f"plan {plan} requires exactly 2 devices: got {world or 1}; .*torchrun"):
         transformer_torch.make_mesh(Plan.parse(plan))
 
 
@@ -209,7 +209,7 @@ def test_killed_process_stops_the_other(tmp_path, plan):
 
 @pytest.mark.extended("plans")
 def test_error_in_one_process_fails_the_run(tmp_path):
-    with pytest.raises(Exception, match="the plan data=2 needs 2 devices: got 3"):
+    with pytest.raises(Exception, match="plan data=2 requires exactly 2 devices: got 3"):
         run(tmp_path, 3, [("train", {"plan": "data=2", "probe": "plain", "steps": 1})])
 
 
@@ -283,7 +283,7 @@ REFUSALS = {
     "missing checkpoint": (FileNotFoundError, "there is no sharded checkpoint"),
     "no metadata": (OSError, "metadata"),
     "a negative step": (ValueError, "run.safetensors is not a usable .*: step must be at least 0: got -1"),
-    "missing shards": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
+    "missing shards": (OSError, "cannot read .*run in process 0: .*__0_0.distcp"),
     "a different model": (ValueError, r"contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
     "a different dtype": (ValueError, r"contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
     "shards of a different model": (ValueError, "contain target_embedding.weight as float64 .*: got nothing"),

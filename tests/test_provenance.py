@@ -130,7 +130,7 @@ def test_port_imported_early_from_stale_bytecode_is_rejected():
         (directory / "sitecustomize.py").write_text("import mine")
 
     code, said = run(prepare, *CONSOLE, *CHECK, path=("",))
-    assert (code, "/mine.py was imported from cached bytecode of an earlier version: delete " in said) == (3, True), (
+    assert (code, "/mine.py was imported from cached bytecode of an earlier version; delete " in said) == (3, True), (
         said
     )
 

@@ -228,7 +228,7 @@ def test_results_can_be_arrays_of_the_framework(port, search):
         ({"seed": None}, TypeError, "seed must be an integer: got None"),
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1: got 0"),
         ({"prefix_ids": [[4]]}, ValueError, "prefix_ids must have one row per sequence: got 1 for 5 sequences"),
-        ({"prefix_ids": [4] * 5}, TypeError, "prefix_ids must have one row of ids per sequence: got a single row"),
+        ({"prefix_ids": [4] * 5}, TypeError, "prefix_ids must have one row of IDs per sequence: got a single row"),
         ({"prefix_ids": [[4, 0, 5]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 0"),
         ({"prefix_ids": [[2]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 2"),
         ({"prefix_ids": [[13]] * 5}, ValueError, "prefix_ids must be in [0, 13): got 13"),
@@ -240,7 +240,7 @@ def test_results_can_be_arrays_of_the_framework(port, search):
         (
             {"prefix_ids": [[4]] * 5, "rules": SearchRules(forced_ids=(4,))},
             ValueError,
-            "at most one of prefix_ids and the rules' forced_ids",
+            "prefix_ids and rules.forced_ids are mutually exclusive",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def test_invalid_start_token_of_a_score_is_rejected(backend, start_id, error, me
 
 def test_sampling_settings_require_a_seed():
     for settings in ({"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}):
-        with pytest.raises(ValueError, match="apply only to sampling: set a seed"):
+        with pytest.raises(ValueError, match="apply only to sampling; set a seed"):
             Search(**settings)
     with pytest.raises(ValueError, match="sampling does not use a beam"):
         Search(4, seed=1)

@@ -214,7 +214,5 @@ def test_invalid_decode_steps_raise_the_same_error_in_every_backend(backend, lim
             limited.decode_step(ids, cache)
         assert str(caught.value) == message
     _, cache = limited.decode_step([1, 1, 1, 1], cache)
-    with pytest.raises(
-        ValueError, match="the cache must have capacity for the next target position: all 1 positions are in use"
-    ):
+    with pytest.raises(ValueError, match="the cache is full: all 1 positions are in use"):
         limited.decode_step([1, 1, 1, 1], cache)

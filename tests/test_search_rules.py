@@ -293,12 +293,16 @@ BAD_RULES = [
     ({"pool": "all"}, ValueError, "pool must be one of num_hypotheses, beam, first: got 'all'"),
     ({"at_limit": "eos"}, ValueError, "at_limit must be one of cut, forced, scored: got 'eos'"),
     ({"renormalize": 1}, TypeError, "renormalize must be True or False: got 1"),
-    ({"forced_ids": 5}, TypeError, "forced_ids must be a list of ids: got 5"),
+    ({"forced_ids": 5}, TypeError, "forced_ids must be a list of IDs: got 5"),
     ({"banned_ids": [5.0]}, TypeError, "banned_ids must be an integer: got 5.0"),
     ({"banned_ids": [-5]}, ValueError, "banned_ids must be at least 0: got -5"),
     ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
     ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
-    ({"beam_shrinks": True}, ValueError, "beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'"),
+    (
+        {"beam_shrinks": True},
+        ValueError,
+        "beam_shrinks=True requires pool to be 'beam' or 'first': got 'num_hypotheses'",
+    ),
     ({"patience": 1}, ValueError, "unknown search rules: patience"),
 ]
 

@@ -262,7 +262,7 @@ def test_checkpoint_is_sharded_and_merged_bit_exactly(name, alone, tmp_path, cap
         ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "no such file or directory"),
         (
             [str(path), "--backend", name, "--out", str(directory)],
-            f"{directory} already exists: choose a different directory",
+            f"{directory} already exists; choose a different directory",
         ),
         ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "contains weights"),
     ):

@@ -183,7 +183,7 @@ def test_network_port_in_use_is_reported_in_one_message(name, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-UNEVEN = "the plan data=3 needs 3 devices: got 2"
+UNEVEN = "plan data=3 requires exactly 3 devices: got 2"
 
 
 @pytest.mark.extended("signals")

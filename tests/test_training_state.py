@@ -214,7 +214,7 @@ def test_mixed_precision_requires_float32_weights(port):
 
 
 def test_mixed_precision_is_rejected_in_numpy():
-    expected = ValueError, "mixed_bfloat16 is not supported by this backend"
+    expected = ValueError, "mixed_bfloat16 is not supported by reference_numpy"
     for dtype in ("float64", "float32"):
         assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
 
@@ -242,7 +242,7 @@ BAD_STATES = {  # changes to attributes of the state, or to one first or second 
     "integers": (
         {"first_moment": {NAME: np.zeros(40, int)}},
         TypeError,
-        f"{NAME} must be one of float64, float32, float16, bfloat16: got int64",
+        f"dtype of {NAME} must be one of float64, float32, float16, bfloat16: got int64",
     ),
     "NaN": (
         {"first_moment": {NAME: np.append(np.zeros(39), np.nan)}},

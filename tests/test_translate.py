@@ -323,8 +323,8 @@ REFUSED = {
     "missing text": (["{directory}/none"], "/none; to translate this text itself, use --text "),
     "a line and a file": (["--text", "abc"], "remove either --text or "),
     "a directory": (["{directory}"], "directory"),
-    "not UTF-8": (["{directory}/latin"], "latin is not UTF-8 text: line 601: "),
-    "not gzipped": (["{directory}/text.gz"], "text.gz is not gzipped text"),
+    "not UTF-8": (["{directory}/latin"], "latin is not valid UTF-8 in line 601: "),
+    "not gzipped": (["{directory}/text.gz"], "text.gz is not a valid gzip file"),
     "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
     "two backends": (["--backend", "numpy,torch"], "translating requires exactly one backend"),
     "only one backend to compare": (

@@ -145,7 +145,7 @@ def test_line_of_spaces_is_blank_even_if_spaces_have_ids():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ((), "--from and --to: this vocabulary requires a source language: choose one of ace_Arab, ace_Latn"),
+        ((), "--from and --to: this vocabulary requires a source language; choose one of ace_Arab, ace_Latn"),
         (("--from", "eng_Latn"), "requires a target language"),
         (("--from", "eng_Latn", "--to", "de"), "has no target language 'de': did you mean deu_Latn"),
     ],

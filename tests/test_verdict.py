@@ -237,7 +237,7 @@ def test_single_stage_can_be_requested(kind):
 
 def test_requested_stage_without_cases_in_a_requested_dtype_is_missing():
     verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
-    said = "no such cases exist; the gradients stage is compared only in float64: remove --dtype, or run --stage"
+    said = "no such cases exist; the gradients stage is compared only in float64; remove --dtype, or run --stage"
     assert verdict.missing == (f"MyPort: gradients in float32: {said} gradients --dtype float64 separately",)
     assert verdict.exit_code == 3
 

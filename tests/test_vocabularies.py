@@ -329,7 +329,7 @@ def test_bpe_merges_the_first_pair_everywhere():
 def test_missing_or_unknown_language_raises_an_error_naming_it(tmp_path, bpe, unigram):
     directory = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
     ours = read_vocabulary_directory(directory, "nllb", {})
-    with pytest.raises(ValueError, match=r"requires a source language: choose one of ace_Arab, .* and 198 others$"):
+    with pytest.raises(ValueError, match=r"requires a source language; choose one of ace_Arab, .* and 198 others$"):
         ours.ids("a")
     for direction, message in (
         (("eng_Latn", None), "requires a target language"),

@@ -176,7 +176,7 @@ def broken_weights():
     """Yield the problem, the exception, the start of its message, and the weights."""
     weights = random_weights(tiny_config())
     fit, finite = "weights do not fit the config:", f"{NAME} must be finite: got"
-    floats = f"{NAME} must be one of float64, float32, float16, bfloat16: got"
+    floats = f"dtype of {NAME} must be one of float64, float32, float16, bfloat16: got"
     nan, infinite = weights[NAME].copy(), weights[NAME].copy()
     nan[3, 5], infinite[:2, 7] = np.nan, -np.inf
     without = {name: array for name, array in weights.items() if name != NAME}

@@ -86,7 +86,7 @@ def _check_task(options: argparse.Namespace) -> None:
     """Raise a UsageError if an option applies only to a different task."""
     task = options.task
     if wrong := [f"--{name.replace('_', '-')}" for name in ONLY if getattr(options, name) and ONLY[name] != task]:
-        raise UsageError(f"{task} does not support {', '.join(wrong)}: see `parity bench --help`")
+        raise UsageError(f"{task} does not support {', '.join(wrong)}; see `parity bench --help`")
     if not options.rounds and task != "train":
         raise UsageError(f"--rounds must be positive for {task}: got 0")
 

@@ -195,7 +195,8 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         type=rounds,
         default=7,
         metavar="N",
-        help="measure N rounds; 0 is allowed only for train with --parallel (default: %(default)s)",
+        help="measure N rounds; 0 measures nothing and is allowed only for the train task with --parallel "
+        "(default: %(default)s)",
     )
     measurement.add_argument(
         "--scale",

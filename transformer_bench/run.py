@@ -68,7 +68,7 @@ class Setting:
                 raise UsageError(f"--parallel {plan}: {error}") from error
         if not self.rounds:
             if not self.plans:
-                raise UsageError("--rounds 0 only computes the costs of parallelism plans: add --parallel PLAN")
+                raise UsageError("--rounds 0 only computes the costs of parallelism plans; add --parallel PLAN")
             return
         implementations = self.implementations(work)
         for implementation in implementations:
@@ -81,15 +81,15 @@ class Setting:
         if self.threads > processors():
             raise UsageError(f"--threads must be at most {processors()}, the number of CPU cores: got {self.threads}")
         if self.peers and work.device != "cpu":
-            raise UsageError("--peers supports only the CPU: remove --peers or --device gpu")
+            raise UsageError("--peers supports only the CPU; remove --peers or --device gpu")
         if self.peers and work.dtype != "float32":
-            raise UsageError("--peers supports only float32: remove --peers or --dtype bfloat16")
+            raise UsageError("--peers supports only float32; remove --peers or --dtype bfloat16")
         if self.peers and getattr(work, "activation_checkpointing", False):
-            raise UsageError("--peers does not support --activation-checkpointing: remove one of these options")
+            raise UsageError("--peers does not support --activation-checkpointing; remove one of these options")
         if "numpy" in self.backends and work.dtype == "bfloat16":
-            raise UsageError("numpy does not support bfloat16 in benchmarks: add --backends torch,jax,tf")
+            raise UsageError("numpy does not support bfloat16 in benchmarks; add --backends torch,jax,tf")
         if "numpy" in self.backends and work.device == "gpu":
-            raise UsageError("numpy supports only the CPU: add --backends torch,jax,tf")
+            raise UsageError("numpy supports only the CPU; add --backends torch,jax,tf")
 
 
 @dataclass

@@ -58,7 +58,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
         devices = devices[: plan.devices]
     elif devices[0].platform == "cpu" and jax.config.values.get("jax_cpu_enable_async_dispatch"):
         raise RuntimeError(
-            "multiple processes on CPUs must not dispatch asynchronously, because they can deadlock: call "
+            "multiple processes on CPUs must not dispatch asynchronously, because they can deadlock; call "
             "jax.config.update('jax_cpu_enable_async_dispatch', False) before JAX is used"
         )
     plan.check_devices(len(devices), MORE_DEVICES)

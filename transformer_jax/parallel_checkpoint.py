@@ -181,5 +181,5 @@ def _by_the_first(action: Callable[[], None]) -> None:
         kind = int(broadcast_one_to_all(np.array(kind)))
     if kind >= 0:
         raise failed or ERRORS[kind](
-            "the first process cannot write the directory: the error message of that process gives the reason"
+            "the first process cannot write the directory; see the error message of that process"
         )

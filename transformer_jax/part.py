@@ -49,7 +49,7 @@ class Part(nnx.Module):
         check_type("config", config, TransformerConfig)
         dtype, rngs = to_dtype(dtype), to_rngs(rngs)
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            raise RuntimeError("float64 is disabled in JAX: call jax.config.update('jax_enable_x64', True)")
+            raise RuntimeError("float64 is disabled in JAX; call jax.config.update('jax_enable_x64', True)")
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config

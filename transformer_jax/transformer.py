@@ -286,7 +286,7 @@ class Transformer(Encoder, Decoder):
 def check_model(model: object) -> None:
     """Raise a TypeError unless the model is a ``Transformer`` of this package."""
     if not isinstance(model, Transformer):
-        raise TypeError(f"model must be a Transformer of this package: got {type(model)}")
+        raise TypeError(f"model must be a transformer_jax.Transformer: got {type(model)}")
 
 
 load_transformer = Transformer.from_file

@@ -80,8 +80,8 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
         if is_adapter and not adapters:
             raise ValueError(
-                f"{path} must be merged first: got a {type(layer).__name__}; load the model's export_weights() into a "
-                "new model, or train the adapter with nnx.grad and nnx.Optimizer"
+                f"{path} must not be an adapter: got a {type(layer).__name__}; load the model's export_weights() into "
+                "a new model, or train the adapter with nnx.grad and nnx.Optimizer"
             )
         if not is_adapter and type(layer).__call__ not in OWN_LAYERS:
             raise ValueError(

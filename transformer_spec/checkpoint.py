@@ -177,7 +177,7 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
         raise ValueError("the file contains weights but no training state")
     training = description["training"]
     if not isinstance(training, dict):
-        raise TypeError(f"the training state must be an object with named fields: got {type(training).__name__}")
+        raise TypeError(f"expected the training state to be an object with named fields, got {type(training).__name__}")
     check_fields("fields of the training state", training, TRAINING_FIELDS)
     check_integer("step", training["step"], minimum=0)
     check_integer("seed", training["seed"], minimum=0)

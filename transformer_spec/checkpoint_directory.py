@@ -87,7 +87,7 @@ def begin_directory(
         OSError: If the directory can't be written.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} already exists: choose a different directory")
+        raise FileExistsError(f"{directory} already exists; choose a different directory")
     partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left this directory
     partial.mkdir()
@@ -109,7 +109,7 @@ def check_held(directory: Path, held: Held, needed: Held) -> None:
         if held.get(name) != tensor:
             raise ValueError(f"{directory} must contain {name} as {_shown(tensor)}: got {_shown(held.get(name))}")
     if unknown := held.keys() - needed.keys():
-        raise ValueError(f"{directory} must not contain tensors that the model lacks: got {', '.join(sorted(unknown))}")
+        raise ValueError(f"{directory} contains tensors that are not in the trainer: {', '.join(sorted(unknown))}")
 
 
 def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:

@@ -204,9 +204,7 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
     """
     _check_shape("target_ids", shape, room[:1])
     if length is not None and length == room[3]:
-        raise ValueError(
-            f"the cache must have capacity for the next target position: all {length} positions are in use"
-        )
+        raise ValueError(f"the cache is full: all {length} positions are in use")
 
 
 def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
@@ -304,6 +302,6 @@ def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
             f"training requires float32 or float64 weights: got {dtype}; to compute in bfloat16, set mixed_bfloat16"
         )
     if mixed_bfloat16 and not supported:
-        raise ValueError("mixed_bfloat16 is not supported by this backend")
+        raise ValueError("mixed_bfloat16 is not supported by reference_numpy")
     if mixed_bfloat16 and dtype != "float32":
         raise ValueError(f"mixed_bfloat16 requires float32 weights: got {dtype}")

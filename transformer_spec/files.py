@@ -183,7 +183,7 @@ def check_fetched(path: Path) -> None:
         ValueError: If the file is a pointer.
     """
     if path.is_file() and path.stat().st_size < MOST_POINTER and path.read_bytes().startswith(POINTER):
-        raise ValueError(f"{path.name} is a git-lfs pointer, not the file: fetch the file with `git lfs pull`")
+        raise ValueError(f"{path.name} is a git-lfs pointer, not the file; fetch the file with `git lfs pull`")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[str, str] | None = None) -> None:
@@ -302,8 +302,8 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
     """
     if Path(path).is_dir():
         held = sorted(file.name for file in Path(path).glob("*.safetensors"))
-        instead = f"it contains {', '.join(held)}" if held else "to convert a checkpoint directory, use `parity import`"
-        raise IsADirectoryError(f"{path} is a directory, not a {kind}: {instead}")
+        instead = f"it contains {', '.join(held)}" if held else "use `parity import` to convert a checkpoint directory"
+        raise IsADirectoryError(f"{path} is a directory, not a {kind}; {instead}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
     open(path, "rb").close()  # safetensors reports an unreadable file as missing
@@ -351,7 +351,7 @@ def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | 
         return contents[VOCABULARY]
     kinds = {name.split(".")[1] for name in names if name.count(".") > 1}
     if len(kinds) != 1 or VOCABULARY in names:
-        raise ValueError(f"the file must contain only one vocabulary: got {', '.join(sorted(names))}")
+        raise ValueError(f"expected the tensors of one vocabulary, got {', '.join(sorted(names))}")
     (kind,) = kinds
     return VocabularyFiles(kind, {name.removeprefix(f"{VOCABULARY}.{kind}."): contents[name] for name in sorted(names)})
 
@@ -362,7 +362,7 @@ def read_notes(description: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, note in notes.items():
         _checked_note(name, note)
         if (found := note_checksum(name, note)) != (needed := description["sha256"].get(name)):
-            raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")
+            raise ValueError(f"{name} is damaged: expected SHA-256 {needed}, got {found}")
     return notes
 
 
@@ -374,7 +374,7 @@ def _read_bytes(description: Mapping[str, Any], file: safe_open, name: str) -> b
     """Read a tensor of bytes from an open file."""
     content = _read_tensor(description, file, name)
     if content.dtype != np.uint8 or content.ndim != 1:
-        raise ValueError(f"{name} must be uint8 [bytes]: got {content.dtype} {list(content.shape)}")
+        raise ValueError(f"expected {name} to be a 1-D uint8 tensor, got {content.dtype} {list(content.shape)}")
     return content.tobytes()
 
 
@@ -382,17 +382,17 @@ def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> 
     """Read a tensor from an open file. Raise a ValueError if its checksum is wrong."""
     array = file.get_tensor(name)
     if (found := checksum(name, array)) != (needed := description["sha256"].get(name)):
-        raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")
+        raise ValueError(f"{name} is damaged: expected SHA-256 {needed}, got {found}")
     return array
 
 
 def _read_description(text: str | None) -> dict[str, Any]:
     if text is None:
-        raise ValueError(f"the metadata must contain the entry {METADATA_KEY!r}: got no such entry")
+        raise ValueError(f"the metadata has no entry {METADATA_KEY!r}")
     content = json.loads(text)
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
+        raise ValueError(f"expected format version {FORMAT_VERSION}, got {version!r}")
     if not isinstance(content.get("sha256"), dict):
         raise ValueError("the metadata must contain an object 'sha256' with the checksum of each tensor")
     if unknown := sorted(set(content) - {"version", "config", "part", "training", "sha256", *NOTES}):

@@ -40,7 +40,7 @@ def find(model: Any, path: str) -> Any:
     try:
         return reduce(step, path.split("."), model)
     except (AttributeError, IndexError) as error:
-        raise ValueError(f"the model must have {path}, as specified by its config") from error
+        raise ValueError(f"the model has no {path}, which its config requires") from error
 
 
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
@@ -132,7 +132,7 @@ def check_weights(
         check_unmasked(name, weights[name])
         array = np.asarray(weights[name])
         if array.dtype.name not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
+            raise TypeError(f"dtype of {name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
 

@@ -93,7 +93,7 @@ class Plan:
             ValueError: If an axis is unknown.
         """
         if unknown := [axis for axis in sizes if axis not in AXES]:
-            raise ValueError(f"the axes of a mesh must be among {', '.join(AXES)}: got {', '.join(unknown)}")
+            raise ValueError(f"mesh axes must be named {', '.join(AXES[:-1])}, or {AXES[-1]}: got {', '.join(unknown)}")
         return cls(**sizes)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Plan:
             ValueError: If the number of devices doesn't match the plan.
         """
         if devices != self.devices:
-            raise ValueError(f"the plan {self} needs {self.devices} devices: got {devices} ({how})")
+            raise ValueError(f"plan {self} requires exactly {self.devices} devices: got {devices}; {how}")
 
     def check(self, config: TransformerConfig) -> None:
         """Check that the plan can divide a model.

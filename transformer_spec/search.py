@@ -187,11 +187,11 @@ class Search:
             kind = type(self.rules).__name__
             raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
         if self.prefix_ids is not None and self.rules.forced_ids:
-            raise ValueError("at most one of prefix_ids and the rules' forced_ids may be given: got both")
+            raise ValueError("prefix_ids and rules.forced_ids are mutually exclusive; remove one of them")
         if self.seed is not None and self.beam_size is not None:
-            raise ValueError(f"sampling does not use a beam: remove seed={self.seed} or beam_size={self.beam_size}")
+            raise ValueError(f"sampling does not use a beam; remove seed={self.seed} or beam_size={self.beam_size}")
         if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ValueError("temperature, top_k, and top_p apply only to sampling: set a seed to enable sampling")
+            raise ValueError("temperature, top_k, and top_p apply only to sampling; set a seed to enable sampling")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
@@ -364,11 +364,11 @@ class Search:
 def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
     """Return the rows of ``prefix_ids`` [B, P] as tuples, which may have different lengths."""
     if not hasattr(rows, "__iter__"):
-        raise TypeError(f"prefix_ids must have one row of ids per sequence: got {rows!r}")
+        raise TypeError(f"prefix_ids must have one row of IDs per sequence: got {rows!r}")
     rows = [np.asarray(row) if hasattr(row, "__array__") and not hasattr(row, "tolist") else row for row in rows]
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
     if not all(isinstance(row, list | tuple) for row in rows):
-        raise TypeError("prefix_ids must have one row of ids per sequence: got a single row")
+        raise TypeError("prefix_ids must have one row of IDs per sequence: got a single row")
     return tuple(tuple(check_integer("prefix_ids", token, minimum=0) for token in row) for row in rows)
 
 

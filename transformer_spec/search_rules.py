@@ -77,14 +77,14 @@ class SearchRules:
         for name in ("forced_ids", "banned_ids"):
             ids = getattr(self, name)
             if not isinstance(ids, list | tuple):
-                raise TypeError(f"{name} must be a list of ids: got {ids!r}")
+                raise TypeError(f"{name} must be a list of IDs: got {ids!r}")
             object.__setattr__(self, name, tuple(check_integer(name, token, minimum=0) for token in ids))
         for name in ("no_repeat_ngram_size", "max_length_extra"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=0))
         factor = check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "max_length_factor", factor)
         if self.beam_shrinks and self.pool == "num_hypotheses":
-            raise ValueError("beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'")
+            raise ValueError("beam_shrinks=True requires pool to be 'beam' or 'first': got 'num_hypotheses'")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> SearchRules:

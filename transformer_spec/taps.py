@@ -106,7 +106,7 @@ class Recorder(dict[str, Any]):
         used = self.replace.get(name, value)
         if not self.patterns or any(pattern.fullmatch(name) for pattern in self.patterns):
             if name in self:
-                raise ValueError(f"tap {name} was recorded twice: use a new Recorder for each call of the model")
+                raise ValueError(f"tap {name} was recorded twice; use a new Recorder for each call of the model")
             self[name] = value if self.keep_computed else used
         return used
 

@@ -42,7 +42,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
         mesh = _joined()
         plan.check_devices(
             mesh.num_replicas_in_sync,
-            "TF_CONFIG must list all workers; each worker uses all of its GPUs, or its CPU if it has no GPU",
+            "list all workers in TF_CONFIG; each worker uses all of its GPUs, or its CPU if it has no GPU",
         )
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
@@ -96,7 +96,7 @@ def check_copies(trainer: Any) -> None:
     owners = [v.distribute_strategy if isinstance(v, tf.distribute.DistributedValues) else None for v in held]
     if any(owner is not trainer.mesh for owner in owners):
         raise ValueError(
-            "the model must be created in the scope of the trainer's mesh: write `with mesh.scope(): model = ...` "
+            "the model must be created in the scope of the trainer's mesh; write `with mesh.scope(): model = ...` "
             "and pass mesh=mesh to the Trainer, or do neither"
         )
 
@@ -186,9 +186,7 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
     if failed is not None:
         raise failed
     if float(mesh.experimental_local_results(problems)[0]):
-        raise OSError(
-            "the first process cannot write the directory: the error message of that process gives the reason"
-        )
+        raise OSError("the first process cannot write the directory; see the error message of that process")
 
 
 def _joined():

@@ -225,7 +225,7 @@ class Part(Configured, keras.Model):
         if source_ids is ... or target_ids is ...:
             missing = "source_ids" if source_ids is ... else "target_ids"
             raise TypeError(
-                f"{missing} must be given: call model(source_ids, target_ids) or model([source_ids, target_ids])"
+                f"{missing} must be given; call model(source_ids, target_ids) or model([source_ids, target_ids])"
             )
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)

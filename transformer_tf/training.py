@@ -205,7 +205,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
             raise ValueError(
-                "compile=True does not support a mesh, whose sums XLA cannot compile: remove compile or mesh"
+                "compile=True does not support a mesh, whose sums XLA cannot compile; remove compile or mesh"
             )
         self.has_checked_batches = False
         self._compile = compile
@@ -223,7 +223,7 @@ class Trainer:
     def __reduce__(self) -> NoReturn:
         """Raise a TypeError, because a copied optimizer would not update the variables of a copied model."""
         raise TypeError(
-            "a Trainer cannot be copied: create one for a copy of the model, and load this Trainer's export_state()"
+            "a Trainer cannot be copied; copy the model, and load this Trainer's export_state() into a new Trainer"
         )
 
     def start(self, names: Iterable[str]) -> None:
@@ -371,7 +371,7 @@ def _trained(named):
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
             if getattr(variable, kind) is not None:
-                raise ValueError(f"{name} has a {kind}: remove it, or train with compile and fit, which apply it")
+                raise ValueError(f"{name} has a {kind}; remove the {kind}, or train with compile and fit instead")
     return {name: variable.value for name, variable in trained.items()}
 
 

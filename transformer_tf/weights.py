@@ -92,7 +92,9 @@ def _computed_with(model):
     named = set(map(id, found.values()))
     for variable in model.trainable_variables:
         if id(variable) not in named and "/lora_" not in variable.path:
-            raise ValueError(f"{variable.path} has no canonical name: freeze it, or save the model with model.save")
+            raise ValueError(
+                f"{variable.path} has no canonical name; freeze the variable, or save the model with model.save"
+            )
     return found
 
 

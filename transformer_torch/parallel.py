@@ -141,7 +141,7 @@ class BatchShard:
             yield from zip(*(ids.chunk(count) for ids in batch), strict=True)
             return
         if self.trained != [p.requires_grad for p in self.module.parameters()]:
-            raise ValueError("the set of frozen parameters of a sharded model must not change: create a new Trainer")
+            raise ValueError("the set of frozen parameters of a sharded model must not change; create a new Trainer")
         if not self.has_checked_batches:
             self.check_same("batch", [ids.tolist() for ids in batch])
             self.has_checked_batches = True
@@ -211,9 +211,9 @@ def _check(model, mesh):
     if not isinstance(model, Transformer) or is_divided(model):
         raise ValueError(f"the model must not already be wrapped or sharded: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
-        raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
+        raise ValueError(f"the model must be on a {mesh.device_type} device, like the mesh: got {model.device}")
     plan = plan_of(mesh, model.config)
-    plan.check_devices(dist.get_world_size(), "the mesh must contain all processes")
+    plan.check_devices(dist.get_world_size(), "include all processes in the mesh")
     return plan, model.config.pad_id
 
 

@@ -183,4 +183,4 @@ def _reported(what):
             yield
         except CheckpointException as error:
             rank, (first, _) = min(error.failures.items())
-            raise OSError(f"{what}: process {rank}: {first}") from error
+            raise OSError(f"{what} in process {rank}: {first}") from error

@@ -82,7 +82,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):
-        raise TypeError(f"{name} must be a dense tensor: got a nested or sparse one; pad it, or call to_dense()")
+        raise TypeError(f"{name} must be a dense tensor: got a nested or sparse tensor; pad it, or call to_dense()")
     check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
     return _put(ids, torch.int64, device)
 

@@ -32,10 +32,10 @@ def run_search(
     # Compile decode_step with the settings that the caller passed to torch.compile(model).
     compiled = next((wrapper.dynamo_ctx for wrapper in wrappers if hasattr(wrapper, "dynamo_ctx")), None)
     if model._compiled_call_impl is not None:
-        warnings.warn("searches ignore model.compile(): pass torch.compile(model) instead", stacklevel=3)
+        warnings.warn("searches ignore model.compile(); pass torch.compile(model) instead", stacklevel=3)
     if is_divided(model):
         raise ValueError(
-            "the model must not be sharded over a mesh: to search, load its export_weights() into a model on one device"
+            "the model must not be sharded over a mesh; to search, load its export_weights() into a model on one device"
         )
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())

@@ -99,7 +99,7 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     """
     transformer, seen = transformer_of(model), Recorder()
     if is_divided(model):
-        raise ValueError("the model must not be sharded over a mesh: call Trainer.gradient instead")
+        raise ValueError("the model must not be sharded over a mesh; call Trainer.gradient instead")
     check_complete(transformer)
     batch = _take(model, source_ids, target_ids, labels)
     with inference(model), parametrize.cached():  # a parametrized layer computes its weight only once
@@ -315,7 +315,7 @@ class Trainer:
             loss.backward()
             losses.append(loss.detach())
         if lost := [name for name, p in trained.items() if p.grad is None]:  # for example, below a quantized layer
-            raise ValueError(f"the loss must depend on all trainable parameters: freeze or remove {some(lost)}")
+            raise ValueError(f"freeze or remove the trainable parameters that do not affect the loss: {some(lost)}")
         gradient = [p.grad for p in known if p.grad is not None]  # empty for frozen parameters
         return self.shard.summed(torch.stack(losses).sum()), tokens, gradient
 

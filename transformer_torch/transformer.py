@@ -305,6 +305,6 @@ def transformer_of(model: Any) -> Transformer:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = [module for module in modules if isinstance(module, Transformer)]
     if len(found) != 1:
-        got = f"{type(model).__name__} with {len(found)}" if found else type(model).__name__
+        got = f"{type(model).__name__} with {len(found)} Transformers" if found else type(model).__name__
         raise TypeError(f"model must be a Transformer, or a module that wraps one: got {got}")
     return found[0]

@@ -121,7 +121,10 @@ def parameters(model: Any) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for name, weight in computed_with(model).items():
         if not isinstance(weight, nn.Parameter):
-            raise ValueError(f"{name} must be a parameter: got a computed tensor; remove its parametrization first")
+            raise ValueError(
+                f"{name} must be an nn.Parameter: got a tensor computed by a parametrization; remove it with "
+                "torch.nn.utils.parametrize.remove_parametrizations"
+            )
         found[name] = weight
     return found
 

@@ -68,7 +68,7 @@ class Peer:
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
         """Run one Adam step with dropout, and return the loss per target token before the update, in nats."""
         if self._training is None:
-            raise ValueError("training requires settings: use build(..., training=TrainingConfig())")
+            raise ValueError("training requires settings; use build(..., training=TrainingConfig())")
         self._step += 1
         rate = self._training.learning_rate(self._step, self._config.d_model)
         return self._train(rate, source_ids, target_ids, labels)

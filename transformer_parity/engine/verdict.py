@@ -163,7 +163,7 @@ class Coverage:
         """Return a hint on how to compare the stages in other dtypes; empty if no other dtype has such cases."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
-            f"; the {stage} stage is compared only in {' and '.join(dtypes)}: remove --dtype, or run "
+            f"; the {stage} stage is compared only in {' and '.join(dtypes)}; remove --dtype, or run "
             f"--stage {stage} --dtype {','.join(dtypes)} separately"
             for stage, dtypes in ways
         )

@@ -160,7 +160,7 @@ class Child:
             messages.skip_to_start(stream)
         except messages.NoStartError as error:
             where = (
-                "standard output, which is reserved for messages: print to standard error in the wrapper of the "
+                "standard output, which is reserved for messages; print to standard error in the wrapper of the "
                 "interpreter instead"
             )
             self._unreadable = f"the process printed {printable(str(error))!r} to {where}"

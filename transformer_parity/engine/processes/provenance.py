@@ -113,7 +113,7 @@ def old_bytecode(module: str) -> str:
         return ""
     if spec.loader.get_code(module) == FromSource(module, spec.origin).get_code(module):
         return ""
-    return f"{spec.origin} was imported from cached bytecode of an earlier version: delete {spec.cached}"
+    return f"{spec.origin} was imported from cached bytecode of an earlier version; delete {spec.cached}"
 
 
 def other_reference(first: Sequence[str] = ()) -> str:
@@ -163,8 +163,8 @@ def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
 
 def _refusal(name: str, place: str, ours: str) -> str:
     return (
-        f"{place} is a different {name} from {ours}, which is the reference: "
-        f"rename or remove it, or remove its directory from PYTHONPATH"
+        f"{place} is a different {name} from {ours}, which is the reference; "
+        f"rename or remove {place}, or remove its directory from PYTHONPATH"
     )
 
 

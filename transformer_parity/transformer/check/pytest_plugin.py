@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, str]:
     for name, reason in entries.items():
         if not isinstance(reason, str) or not reason.strip():
             raise pytest.UsageError(
-                f'{path}: expected failures must have the form "test" = "reason": got {name!r} = {reason!r}'
+                f'expected failures in {path} must have the form "test" = "reason": got {name!r} = {reason!r}'
             )
     return entries
 
@@ -278,7 +278,7 @@ class Cases(pytest.Collector):
         expected = self.conformance.expected
         unknown = [pattern for pattern in expected if not any(fnmatchcase(test.name, pattern) for test in tests)]
         if unknown:
-            raise self.CollectError(f"expected failures must match a test, but these do not: {', '.join(unknown)}")
+            raise self.CollectError(f"these expected failures match no test: {', '.join(unknown)}")
         for test in tests:
             item = TestItem.from_parent(self, name=test.name, test=test)
             reasons = [reason for pattern, reason in expected.items() if fnmatchcase(test.name, pattern)]

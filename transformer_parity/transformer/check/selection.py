@@ -57,19 +57,24 @@ class Selection:
 
     def __post_init__(self) -> None:
         if not self.backends and not self.ports:
-            raise ValueError("numpy is the reference: specify at least one port to compare with it")
+            raise ValueError(
+                "specify at least one backend or port to compare with the NumPy reference, for example with "
+                "--backends torch or --port module:class"
+            )
         about_text = bool(self.text or self.weights)
         if self.sentences == 0 and about_text:
-            raise ValueError("--text and --weights require at least one sentence: remove --sentences 0")
+            raise ValueError("--text and --weights require at least one sentence; remove --sentences 0")
         if ACTIVATIONS not in self.chosen_stages and about_text:
             raise ValueError(f"--text and --weights require --stage {ACTIVATIONS}")
         if self.presets and self.stages and STEPS in self.stages:
-            raise ValueError("--preset does not support optimizer steps: remove --preset, or remove steps from --stage")
+            raise ValueError("--preset does not support optimizer steps; remove --preset, or remove steps from --stage")
         if self.weights and self.presets:
-            raise ValueError("--weights and --preset conflict, because a weight file contains a config: remove one")
+            raise ValueError(
+                "--weights and --preset conflict, because a weight file contains a config; remove one of these options"
+            )
         if not self.backends and (self.presets or about_text):
             raise ValueError(
-                "--preset, --weights, and --text apply only to backends, because a port defines its own cases: remove "
+                "--preset, --weights, and --text apply only to backends, because a port defines its own cases; remove "
                 "these options, or add --backends"
             )
         if self.sentences < 0:

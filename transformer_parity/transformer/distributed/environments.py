@@ -40,7 +40,7 @@ def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
             "tf": f"TensorFlow requires one process, or one process per device of {plan}",
         }
         reason = reasons.get(backend, f"{backend} requires one process per device of {plan}")
-        raise ValueError(f"--processes must match the plan: {reason}: got {count}")
+        raise ValueError(f"--processes must match the plan ({reason}): got {count}")
     return count
 
 

@@ -143,15 +143,15 @@ def _read(path: Path) -> GoldenDirectory:
     _, weights = load_weights(weights_file)
     dtypes = tuple(_entry(manifest, "dtypes", list))
     if not dtypes or any(dtype not in DTYPES for dtype in dtypes):
-        raise ValueError(f"dtypes must be a list of {' or '.join(DTYPES)}: got {list(dtypes)}")
+        raise ValueError(f"expected dtypes to be a list of {' or '.join(DTYPES)}, got {list(dtypes)}")
     cases: list[Case] = []
     computed: dict[tuple[str, str], dict[str, ndarray]] = {}
     for fields in _entry(manifest, "cases", list):
         case = _read_case(path, fields, config, weights_file)
         if any(case.name == other.name for other in cases):
-            raise ValueError(f"case {case.name} must be listed only once: got two entries")
+            raise ValueError(f"duplicate case {case.name!r}")
         if unknown := [dtype for dtype in case.dtypes if dtype not in dtypes]:
-            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not in the manifest's dtypes")
+            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not one of the manifest's dtypes")
         cases.append(case)
         computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
     return GoldenDirectory(
@@ -172,10 +172,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{MANIFEST} is not valid JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
+        raise ValueError(f"{MANIFEST} does not have the format {FORMAT!r}")
     version = manifest.get("version")
     if type(version) is not int or version not in KNOWN_VERSIONS:
-        raise ValueError(f"format version must be {' or '.join(map(str, KNOWN_VERSIONS))}: got {version!r}")
+        raise ValueError(f"expected format version {' or '.join(map(str, KNOWN_VERSIONS))}, got {version!r}")
     return manifest
 
 
@@ -184,7 +184,7 @@ def _read_weights(path: Path, record: dict[str, Any], config: TransformerConfig)
     _read_file(path, record)
     weights_file = path / record["file"]
     if difference := differing_fields(load_weights(weights_file)[0], config):
-        raise ValueError(f"the config in {weights_file.name} must be equal to the config in {MANIFEST}: {difference}")
+        raise ValueError(f"the config in {weights_file.name} differs from the config in {MANIFEST}: {difference}")
     return weights_file
 
 
@@ -192,11 +192,11 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     name = printable(_entry(fields, "name", str))
     stage = _entry(fields, "stage", str)
     if stage not in STAGES:
-        raise ValueError(f"stage of case {name} must be one of {', '.join(STAGES)}: got {stage!r}")
+        raise ValueError(f"expected the stage of case {name} to be one of {', '.join(STAGES)}, got {stage!r}")
     kind = STAGES[stage]
     search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
     if search is not None and search.num_hypotheses != 1:  # the diagnosis doesn't support multiple hypotheses
-        raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
+        raise ValueError(f"expected num_hypotheses of case {name} to be 1, got {search.num_hypotheses}")
     if "weights" in fields:
         weights_file = _read_weights(path, _entry(fields, "weights", dict), config)
     return Case(
@@ -223,7 +223,7 @@ def _read_numbers(case: str, fields: dict[str, Any], name: str) -> tuple[int, ..
     """Read an optional list of positive integers from the entry of a case."""
     numbers = tuple(_entry({name: [], **fields}, name, list))
     if any(type(number) is not int or number < 1 for number in numbers):
-        raise ValueError(f"{name} of case {case} must be positive integers: got {list(numbers)}")
+        raise ValueError(f"expected {name} of case {case} to be positive integers, got {list(numbers)}")
     return numbers
 
 
@@ -239,12 +239,12 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
     file = _entry(record, "file", str)
     inside = PurePosixPath(file)
     if inside.is_absolute() or ".." in inside.parts or "\\" in file or ":" in file:
-        raise ValueError(f"file {file!r} must be inside the directory of the manifest")
+        raise ValueError(f"file {file!r} is not inside the directory of the manifest")
     if not (path / file).is_file():
-        raise FileNotFoundError(f"{path} lacks {file}, which is listed in its {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain {file}, which is listed in its {MANIFEST}")
     content = (path / file).read_bytes()
     if (found := sha256(content)) != (needed := _entry(record, "sha256", str)):
-        raise ValueError(f"{file} is truncated or was modified: SHA-256 must be {needed}: got {found}")
+        raise ValueError(f"{file} is truncated or modified: expected SHA-256 {needed}, got {found}")
     try:
         tensors = safetensors.numpy.load(content)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -255,7 +255,7 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
     for name, tensor in described.items():
         needed = f"{_entry(tensor, 'dtype', str)} {_entry(tensor, 'shape', list)}"
         if name in tensors and (found := f"{tensors[name].dtype.name} {list(tensors[name].shape)}") != needed:
-            problems.append(f"{name} must be {needed}: got {found}")
+            problems.append(f"{name} is {found} instead of {needed}")
     if len(described) < len(record["tensors"]):
         problems.append("a tensor is listed more than once")
     if problems:
@@ -268,7 +268,7 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
 def _entry(fields: Any, name: str, kind: type) -> Any:
     value = fields.get(name) if isinstance(fields, dict) else fields
     if not isinstance(value, kind):
-        raise ValueError(f"{MANIFEST} must contain {name!r}, {KINDS[kind]}: got {value!r:.80}")
+        raise ValueError(f"expected {name!r} in {MANIFEST} to be {KINDS[kind]}, got {value!r:.80}")
     return value
 
 

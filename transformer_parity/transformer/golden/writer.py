@@ -151,7 +151,7 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
                 f"{path} must be empty or contain only golden vectors: got a directory with other files"
             )
         if not force:
-            raise FileExistsError(f"{path} already contains golden vectors: use --force to replace them")
+            raise FileExistsError(f"{path} already contains golden vectors; use --force to replace them")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     with removed_afterwards(temporary):

@@ -176,9 +176,7 @@ class PluginPort:
         self.name = printable(self.kind.name or self.kind.__name__)
         for needed in ("load", "forward"):
             if getattr(self.kind, needed) is getattr(Port, needed):
-                raise ValueError(
-                    f"port {reference!r} must define {needed}(): run `parity init-port` for a template that does"
-                )
+                raise ValueError(f"port {reference!r} must define {needed}(); run `parity init-port` for a template")
         self.left_out = self.kind.left_out
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPlugin:
@@ -217,7 +215,7 @@ class LoadedPlugin:
     ) -> Result:
         """Run the full model. User ports can't run individual blocks and don't accept explicit masks."""
         if block or not inputs.keys() <= {"source_ids", "target_ids"}:
-            raise MissingAbilityError("user ports run only the full model, with masks derived from the ids")
+            raise MissingAbilityError("user ports run only the full model, with masks derived from the IDs")
         names = tap_shapes(self.config, 1, 1, 1)
         shown = _Shown({name: self.shows(name) for name in names}, given)
         logits = self.ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
@@ -282,7 +280,7 @@ class _Shown(Recorder):
 
     def __call__(self, name: str, value: Any) -> ndarray:
         if name not in self.promised:
-            raise ValueError(f"unknown tap {name!r}: run `parity info --names` to list all taps")
+            raise ValueError(f"unknown tap {name!r}; run `parity info --names` to list all taps")
         if not self.promised[name]:
             return value
         seen = super().__call__(name, _array(value))

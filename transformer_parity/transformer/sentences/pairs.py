@@ -68,13 +68,13 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
     try:
         for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
             if len(line) > MOST_BYTES:
-                raise ValueError(f"{name}: line {number} must be at most {MOST_BYTES / MIB:g} MiB long")
+                raise ValueError(f"line {number} of {name} must be at most {MOST_BYTES / MIB:g} MiB long")
             try:
                 text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
             except UnicodeDecodeError as error:
-                raise ValueError(f"{name} is not UTF-8 text: line {number}: {error}") from error
+                raise ValueError(f"{name} is not valid UTF-8 in line {number}: {error}") from error
             if number == 1 and line.startswith(POINTER):
-                raise ValueError(f"{name} is a git-lfs pointer, not the file: fetch the file with `git lfs pull`")
+                raise ValueError(f"{name} is a git-lfs pointer, not the file; fetch the file with `git lfs pull`")
             yield text
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{name} is not gzipped text: {error}") from error
+        raise ValueError(f"{name} is not a valid gzip file: {error}") from error

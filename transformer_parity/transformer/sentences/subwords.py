@@ -111,7 +111,10 @@ class JointVocabulary(Vocabulary):
         free = [token for token in range(available) if token not in self._special]  # ascending
         if subwords.size > len(free):
             needed = subwords.size + len(self._special)
-            raise ValueError(f"{subwords.size} subwords require a vocabulary of at least {needed}: got {available}")
+            raise ValueError(
+                f"{subwords.size} subwords and {len(self._special)} special tokens require source_vocab_size and "
+                f"target_vocab_size to be at least {needed}: got {available}"
+            )
         self._ids = free[: subwords.size]
         self.sizes = (available, available)
         self._pieces = {token: piece for piece, token in enumerate(self._ids)}

@@ -107,7 +107,7 @@ def check_code(side: str, code: str | None, known: Sequence[str], *, needed: boo
     if code is None:
         if needed:
             some = ", ".join(known[:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
-            raise ValueError(f"this vocabulary requires a {side} language: choose one of {some}")
+            raise ValueError(f"this vocabulary requires a {side} language; choose one of {some}")
         return
     if not known:
         raise ValueError(f"this vocabulary does not use {side} language codes: got {code!r}")
