@@ -25,7 +25,6 @@ from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.optimizer import Adam
 from transformer_spec.checks import check_attention, check_attention_mask
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import find
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
@@ -56,18 +55,7 @@ def _rows(x):
 
 
 class FastLinear(Linear):
-    """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
-
-    Attributes:
-        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. If None, a
-            new array is allocated.
-    """
-
-    buffer: ndarray | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the buffer, which a copied or pickled model doesn't need."""
-        return {name: value for name, value in vars(self).items() if name != "buffer"}
+    """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence."""
 
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
         """Return ``x W + b``, applied to the last axis of ``x``."""
@@ -81,8 +69,7 @@ class FastLinear(Linear):
     ) -> Float[ndarray, "*axes d_in"]:
         """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
         rows, drows = _rows(x), _rows(dy)
-        tap("kernel", np.matmul(rows.T, drows, out=self.buffer))
-        self.buffer = None
+        tap("kernel", rows.T @ drows)
         if self.bias is not None:
             tap("bias", sum_rows(drows))
         return (drows @ self.kernel.T).reshape(x.shape)
@@ -300,14 +287,6 @@ def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]
-
-
-def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
-    """Let the next backward pass overwrite the kernel gradients, which are no longer needed."""
-    for name, array in gradient.items():
-        layer = find(model, name.rpartition(".")[0])
-        if name.endswith(".kernel") and isinstance(layer, FastLinear):
-            layer.buffer = array
 
 
 # Search.

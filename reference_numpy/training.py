@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.fast import FastAdam, by_sentence, reuse
+from reference_numpy.fast import FastAdam, by_sentence
 from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
@@ -203,8 +203,6 @@ class Trainer:
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         self.optimizer.parameters, self.optimizer.settings = _parameters(self.model), settings
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
-        if self.model.fast:
-            reuse(self.model, gradient)
         self.step += 1
         return StepResult(total / count, tokens, norm)
 
