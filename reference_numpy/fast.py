@@ -111,6 +111,7 @@ class FastLayerNorm(LayerNorm):
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
         """Normalize each position of ``x``."""
+        x = x.astype(np.result_type(x, self.scale), copy=False)  # the operations in place keep this dtype
         y = x - sum_last(x) / x.shape[-1]
         y /= self._deviation(y)[0]
         y *= self.scale
@@ -121,7 +122,7 @@ class FastLayerNorm(LayerNorm):
         self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
     ) -> Float[ndarray, "*axes d_model"]:
         """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
-        d_model = x.shape[-1]
+        d_model, x = x.shape[-1], x.astype(np.result_type(x, self.scale), copy=False)
         normed = x - sum_last(x) / d_model
         sigma, slope = self._deviation(normed)
         normed /= sigma

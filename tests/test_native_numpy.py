@@ -183,6 +183,15 @@ def test_fast_adam_matches_the_formulas_for_wide_rows():
 # --- Common bugs of NumPy users ---
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_layer_norm_promotes_a_float32_input_to_the_dtype_of_its_parameters(fast):
+    config = tiny_config(**ONE_LAYER)
+    model = ref.Transformer.from_weights(config, random_weights(config), "float64", fast=fast)
+    norm = model.encoder.layers[0].feed_forward_norm
+    x = np.ones((1, 2, 24), np.float32)
+    assert norm(x).dtype == norm.backward(x, x, lambda name, value: value).dtype == np.float64
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
 def test_every_spelling_of_a_dtype_is_accepted(dtype):
     config = tiny_config(**ONE_LAYER)
