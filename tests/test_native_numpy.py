@@ -13,7 +13,7 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import fast
+from reference_numpy import fast, functional
 from reference_numpy.optimizer import Adam
 from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
 
@@ -190,6 +190,12 @@ def test_layer_norm_promotes_a_float32_input_to_the_dtype_of_its_parameters(fast
     norm = model.encoder.layers[0].feed_forward_norm
     x = np.ones((1, 2, 24), np.float32)
     assert norm(x).dtype == norm.backward(x, x, lambda name, value: value).dtype == np.float64
+
+
+def test_gelu_of_integers_returns_floats():
+    x = np.arange(-3, 4)
+    np.testing.assert_array_equal(functional.gelu(x), functional.gelu(x.astype(float)))
+    assert functional.gelu(1.0) == functional.gelu(np.ones(1))[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
