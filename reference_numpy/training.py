@@ -62,6 +62,7 @@ def cross_entropy(
     check_type("config", config, TransformerConfig)
     logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing

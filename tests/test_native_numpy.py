@@ -198,6 +198,15 @@ def test_gelu_of_integers_returns_floats():
     assert functional.gelu(1.0) == functional.gelu(np.ones(1))[0]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cross_entropy_of_half_precision_logits_is_computed_in_float32(dtype):
+    rng, config = np.random.default_rng(0), tiny_config()
+    logits, labels = rng.normal(size=(30, 1000, 37)).astype(dtype), rng.integers(3, 37, (30, 1000))
+    found, tokens = ref.cross_entropy(logits, labels, config)
+    expected, _ = ref.cross_entropy(logits.astype(np.float32), labels, config)
+    assert (found.dtype, found, tokens) == (np.float32, expected, 30_000)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
 def test_every_spelling_of_a_dtype_is_accepted(dtype):
     config = tiny_config(**ONE_LAYER)
