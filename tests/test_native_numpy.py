@@ -16,6 +16,7 @@ import reference_numpy as ref
 from reference_numpy import fast, functional
 from reference_numpy.optimizer import Adam
 from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
+from transformer_spec.parallel_plan import spread
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
@@ -205,6 +206,20 @@ def test_cross_entropy_of_half_precision_logits_is_computed_in_float32(dtype):
     found, tokens = ref.cross_entropy(logits, labels, config)
     expected, _ = ref.cross_entropy(logits.astype(np.float32), labels, config)
     assert (found.dtype, found, tokens) == (np.float32, expected, 30_000)
+
+
+def test_ids_in_a_narrow_dtype_are_padded_with_a_larger_id():
+    special = {"pad_id": 257, "bos_id": 256, "eos_id": 258}
+    model = build(**{f"{side}_vocab_size": 260 for side in ("source", "target")}, **special, dropout=DropoutRates())
+    ids = np.random.default_rng(0).integers(97, 120, (3, 5))
+    found, expected = (
+        ref.Trainer(model, TrainingConfig(), mesh=ref.Plan(data=2)).gradient(*[ids.astype(dtype)] * 3)
+        for dtype in (np.uint8, np.int64)
+    )
+    assert found.loss == expected.loss
+    found, expected = (ref.score(model, x, x).tokens for x in (ids.astype(np.uint8), ids))
+    np.testing.assert_array_equal(found, expected)
+    assert (spread(ids.astype(np.uint8), 1, 2, 257)[0, 1, 1] == 257).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
