@@ -269,13 +269,13 @@ class FastAdam(Adam):
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
-        """Take a step and scale the gradient in place."""
+        """Take a step: update parameters and moments in place, one piece at a time."""
         settings = self.settings
         correction1, correction2 = corrections
         for name, parameter in self.parameters.items():
             moments = self.first_moment[name], self.second_moment[name]
             for theta, g, m, v in _pieces(parameter, gradient[name], *moments):
-                g *= scale
+                g = scale * g
                 m += (1.0 - settings.beta1) * (g - m)
                 v += (1.0 - settings.beta2) * (g * g - v)
                 m_hat = m / correction1

@@ -222,6 +222,13 @@ def test_ids_in_a_narrow_dtype_are_padded_with_a_larger_id():
     assert (spread(ids.astype(np.uint8), 1, 2, 257)[0, 1, 1] == 257).all()
 
 
+@pytest.mark.parametrize("optimizer", [Adam, fast.FastAdam])
+def test_optimizer_leaves_the_gradient_unchanged(optimizer):
+    gradient = {"kernel": np.ones((2, 3))}
+    optimizer({"kernel": np.zeros((2, 3))}, TrainingConfig()).update(gradient, 0.5, 0.1, (0.1, 0.02))
+    assert (gradient["kernel"] == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
 def test_every_spelling_of_a_dtype_is_accepted(dtype):
     config = tiny_config(**ONE_LAYER)
