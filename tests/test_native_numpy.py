@@ -229,6 +229,12 @@ def test_optimizer_leaves_the_gradient_unchanged(optimizer):
     assert (gradient["kernel"] == 1).all()
 
 
+@pytest.mark.parametrize("rate", [50, 1.0, -0.1])
+def test_dropout_rejects_a_rate_outside_its_range(rate):
+    with pytest.raises(ValueError, match=re.escape(f"rate must be in [0, 1): got {rate}")):
+        ref.Dropout(rate)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
 def test_every_spelling_of_a_dtype_is_accepted(dtype):
     config = tiny_config(**ONE_LAYER)
