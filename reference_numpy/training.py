@@ -19,6 +19,7 @@ from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.parallel import divide, plan_of
 from reference_numpy.runtime import to_ids
 from reference_numpy.transformer import Transformer
+from reference_numpy.weights import parameters
 from transformer_spec.checks import (
     check_accumulation,
     check_choice,
@@ -31,7 +32,7 @@ from transformer_spec.checks import (
     to_array,
 )
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import check_training_state, find, parameter_shapes
+from transformer_spec.names import check_training_state
 from transformer_spec.parallel_plan import DROPOUTS, Plan
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
@@ -150,7 +151,8 @@ class Trainer:
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, no weights have been set, or another value is invalid.
+            divide the model, no weights have been set, the model's parameters don't match its config, or another value
+            is invalid.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
-        self.optimizer = adam(_parameters(model), settings)
+        self.optimizer = adam(parameters(model), settings)
 
     @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -202,7 +204,8 @@ class Trainer:
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
-        self.optimizer.parameters, self.optimizer.settings = _parameters(self.model), settings
+        found = parameters(self.model)  # a caller may have replaced some of the arrays since the last step
+        self.optimizer.parameters, self.optimizer.settings = found, settings
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1
         return StepResult(total / count, tokens, norm)
@@ -294,11 +297,6 @@ class Trainer:
         cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
         self_mask = causal_mask(target_ids.shape[1]) & target_mask
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
-
-
-def _parameters(model):
-    """Return the model's current parameters. A caller may have replaced some of the arrays since the last step."""
-    return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
 def _check_model(model):

@@ -1,0 +1,102 @@
+"""Changed NumPy models and trainers work or raise an error, and an error changes no parameter."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pytest
+from conftest import assert_same_bits, random_weights, tiny_config
+
+import reference_numpy as ref
+from transformer_spec import DropoutRates, TrainingConfig
+from transformer_spec.names import find
+
+SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
+TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+LABELS = np.array([[3, 4, 2], [5, 2, 0]])
+ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+VALUE_PROJ = "encoder.layers.0.self_attention.value_proj"
+INNER_PROJ = "layers.0.feed_forward.inner_proj.kernel"
+
+
+class Adapter(ref.Linear):
+    """A linear layer with a low-rank update, but without its backward pass."""
+
+    def __init__(self, layer):
+        self.kernel, self.bias, self.low, self.high = layer.kernel, layer.bias, np.ones((24, 2)), np.ones((2, 24))
+
+    def __call__(self, x):
+        return super().__call__(x) + x @ self.low @ self.high
+
+
+def tied(dtype="float64", *, fast=True):
+    config = tiny_config(**ONE_LAYER, tie_embeddings="all", dropout=DropoutRates())
+    return ref.Transformer.from_weights(config, random_weights(config), dtype, fast=fast)
+
+
+def replace(model, path, value):
+    owner, _, name = path.rpartition(".")
+    owner = find(model, owner) if owner else model
+    if name.isdecimal():
+        owner[int(name)] = value
+    else:
+        setattr(owner, name, value)
+
+
+def set_value(path, value):
+    """Return a function that replaces an attribute of a model with a function of the model."""
+    return lambda model: replace(model, path, value(model))
+
+
+UNNAMED = "all parameters must have canonical names: got "
+UNEXPORTED = {
+    "an added bias": (set_value(f"{VALUE_PROJ}.bias", lambda _: np.ones(24)), f"{UNNAMED}{VALUE_PROJ}.bias"),
+    "an added norm": (
+        set_value("encoder.final_norm", lambda model: ref.LayerNorm(model.config)),
+        f"{UNNAMED}encoder.final_norm.scale; encoder.final_norm.bias; merge or remove them",
+    ),
+    "an untied output": (set_value("output_proj.kernel", lambda _: np.ones((24, 37))), f"{UNNAMED}output_proj.kernel"),
+    "an untied embedding": (
+        set_value("target_embedding", lambda model: ref.TokenEmbedding(37, model.config)),
+        f"{UNNAMED}target_embedding.table",
+    ),
+    "an adapter": (
+        set_value(VALUE_PROJ, lambda model: Adapter(find(model, VALUE_PROJ))),
+        f"{UNNAMED}{VALUE_PROJ}.low; {VALUE_PROJ}.high",
+    ),
+    "a shared array": (
+        set_value(f"decoder.{INNER_PROJ}", lambda model: find(model, f"encoder.{INNER_PROJ}")),
+        f"encoder.{INNER_PROJ} and decoder.{INNER_PROJ} must be separate arrays, as in the config: got a shared array",
+    ),
+    "an appended layer": (
+        lambda model: model.encoder.layers.append(copy.deepcopy(model.encoder.layers[0])),
+        "encoder.layers must have 1 layers, as in the config: got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", UNEXPORTED)
+def test_parameters_that_contradict_the_config_are_not_exported(change):
+    model, (changed, message) = tied(), UNEXPORTED[change]
+    changed(model)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.export_weights()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ref.set_weights(model, random_weights(model.config))
+
+
+@pytest.mark.parametrize("change", UNEXPORTED)
+def test_parameters_that_contradict_the_config_are_not_trained(change):
+    model = tied()
+    UNEXPORTED[change][0](model)
+    with pytest.raises(ValueError, match="must"):
+        ref.Trainer(model, TrainingConfig())
+
+
+def test_arrays_of_private_attributes_are_not_parameters():
+    model = tied()
+    model._table = model.encoder._states = np.ones(3)
+    model.encoder.model = model
+    assert_same_bits(model.export_weights(), tied().export_weights())
