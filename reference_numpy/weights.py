@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
 from transformer_spec.checks import check_type, some
@@ -22,12 +23,16 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If the weights or the model's parameters don't match the model's config, or the weights overflow its
-            dtype.
+        ValueError: If the weights or the model's parameters don't match the model's config, the weights overflow its
+            dtype, or a parameter is read-only. The model is then unchanged.
     """
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
     found = parameters(model)
+    for name, parameter in found.items():  # check all parameters before the first one is changed
+        array = weights[name]
+        check_writable(name, parameter, np.shape(array))
+        rounded(name, array, parameter.dtype.name)
     for name, parameter in found.items():
         parameter[...] = rounded(name, weights[name], parameter.dtype.name)
 
@@ -95,3 +100,17 @@ def layers(model: Any) -> dict[str, Any]:
 
     visit("", model)
     return dict(found.values())
+
+
+def check_writable(name: str, parameter: ndarray, shape: tuple[int, ...]) -> None:
+    """Check that a parameter can be overwritten, so that an error can't leave only some parameters overwritten.
+
+    Raises:
+        ValueError: If the parameter is read-only, is not a floating-point array, or has a different shape.
+    """
+    if not parameter.flags.writeable or parameter.dtype.kind != "f" or parameter.shape != shape:
+        access = "writable" if parameter.flags.writeable else "read-only"
+        raise ValueError(
+            f"{name} must be a writable floating-point array of shape {list(shape)}: got a {access} {parameter.dtype} "
+            f"array of shape {list(parameter.shape)}"
+        )

@@ -100,3 +100,29 @@ def test_arrays_of_private_attributes_are_not_parameters():
     model._table = model.encoder._states = np.ones(3)
     model.encoder.model = model
     assert_same_bits(model.export_weights(), tied().export_weights())
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("change", [read_only, lambda array: array.astype(int), lambda array: array[:, :-1]])
+def test_failed_set_weights_changes_no_parameter(change):
+    model, name = tied(), f"decoder.{INNER_PROJ}"
+    replace(model, name, change(find(model, name)))
+    before, weights = model.export_weights(), random_weights(model.config, seed=1)
+    with pytest.raises(ValueError, match=f"^{name} must be a writable floating-point array of shape"):
+        ref.set_weights(model, weights)
+    assert_same_bits(model.export_weights(), before)
+
+
+def test_weights_that_overflow_change_no_parameter():
+    model, name = tied("float32"), f"decoder.{INNER_PROJ}"
+    before, weights = model.export_weights(), random_weights(model.config, seed=1)
+    weights = {path: array.astype(np.float64) for path, array in weights.items()}
+    weights[name][0, 0] = 1e300
+    with pytest.raises(ValueError, match=f"{name} overflows float32"):
+        ref.set_weights(model, weights)
+    assert_same_bits(model.export_weights(), before)
