@@ -270,6 +270,7 @@ class FastAdam(Adam):
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
         """Take a step: update parameters and moments in place, one piece at a time."""
+        self.check(gradient)
         settings = self.settings
         correction1, correction2 = corrections
         for name, parameter in self.parameters.items():

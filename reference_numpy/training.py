@@ -193,8 +193,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or a parameter can't be updated. No parameter is updated then.
         """
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)

@@ -108,6 +108,20 @@ def read_only(array):
     return array
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("change", [read_only, lambda array: array.astype(int), lambda array: array[:, :-1]])
+def test_failed_step_updates_no_parameter(quick, change):
+    model = tied(fast=quick)
+    trainer, name = ref.Trainer(model, TrainingConfig()), f"decoder.{INNER_PROJ}"
+    gradient = trainer.gradient(SOURCE, TARGET, LABELS).parameters
+    replace(model, name, change(find(model, name)))
+    before = model.export_weights()
+    trainer.optimizer.parameters = {path: find(model, path) for path in before}
+    with pytest.raises(ValueError, match=f"^{name} must be a writable floating-point array of shape"):
+        trainer.optimizer.update(gradient, 1.0, 0.1, (0.1, 0.02))
+    assert_same_bits(model.export_weights(), before)
+
+
 @pytest.mark.parametrize("change", [read_only, lambda array: array.astype(int), lambda array: array[:, :-1]])
 def test_failed_set_weights_changes_no_parameter(change):
     model, name = tied(), f"decoder.{INNER_PROJ}"

@@ -253,6 +253,7 @@ ALLOWED = [
     ("jax", "weights", "lacks definition parameters", "check_layers makes the same checks"),
     ("torch jax tf", "weights", "lacks definition layers", "the framework lists the layers of a model"),
     ("torch jax tf", "weights", "lacks definition check_writable", "only NumPy arrays can be read-only"),
+    ("torch jax tf", "optimizer", "lacks definition Adam.check", "only NumPy arrays can be read-only"),
     ("torch", "weights", "adds definition computed_with", "PyTorch can compute a weight from other parameters"),
     (
         "torch",
