@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import transformer_backward
+from reference_numpy.backward import check_backward, transformer_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
 from reference_numpy.fast import FastAdam, by_sentence
 from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax
@@ -118,7 +118,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If ``model`` is not a ``Transformer``, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a layer overrides only its forward
+            pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
@@ -151,8 +152,8 @@ class Trainer:
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, no weights have been set, the model's parameters don't match its config, or another value
-            is invalid.
+            divide the model, no weights have been set, the model's parameters don't match its config, a layer overrides
+            only its forward pass, or another value is invalid.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
+        check_backward(model)
         self.optimizer = adam(parameters(model), settings)
 
     @UNDERFLOW

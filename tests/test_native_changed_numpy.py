@@ -31,6 +31,32 @@ class Adapter(ref.Linear):
         return super().__call__(x) + x @ self.low @ self.high
 
 
+class RMSNorm(ref.LayerNorm):
+    """A layer norm that doesn't subtract the mean, without its backward pass."""
+
+    def __call__(self, x):
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.epsilon) * self.scale
+
+
+class Plain(RMSNorm):
+    """A layer that has the backward pass of its forward pass."""
+
+    def __call__(self, x):
+        return 2 * x
+
+    def backward(self, x, dy, tap):
+        tap("scale", np.zeros_like(self.scale))
+        tap("bias", np.zeros_like(self.bias))
+        return 2 * dy
+
+
+class HalfLayer(ref.EncoderLayer):
+    """An encoder layer with a different output."""
+
+    def __call__(self, *arguments, **options):
+        return 0.5 * super().__call__(*arguments, **options)
+
+
 def tied(dtype="float64", *, fast=True):
     config = tiny_config(**ONE_LAYER, tie_embeddings="all", dropout=DropoutRates())
     return ref.Transformer.from_weights(config, random_weights(config), dtype, fast=fast)
@@ -100,6 +126,43 @@ def test_arrays_of_private_attributes_are_not_parameters():
     model._table = model.encoder._states = np.ones(3)
     model.encoder.model = model
     assert_same_bits(model.export_weights(), tied().export_weights())
+
+
+UNDIFFERENTIATED = {
+    "a layer": (
+        lambda model: setattr(model.encoder.layers[0].feed_forward_norm, "__class__", RMSNorm),
+        "encoder.layers.0.feed_forward_norm must override backward if it overrides __call__: got RMSNorm",
+    ),
+    "a block": (
+        lambda model: setattr(model.encoder.layers[0], "__class__", HalfLayer),
+        "encoder.layers.0 must compute what EncoderLayer computes: got HalfLayer",
+    ),
+    "an attention function": (
+        lambda model: setattr(model.encoder.layers[0].self_attention, "attend", lambda q, k, v, *_: v),
+        "encoder.layers.0.self_attention.attend must be scaled_dot_product_attention: got a different function",
+    ),
+    "a tied embedding": (UNEXPORTED["an untied embedding"][0], "target_embedding must be source_embedding"),
+}
+
+
+@pytest.mark.parametrize("change", UNDIFFERENTIATED)
+def test_gradients_of_a_changed_forward_pass_are_rejected(change):
+    model, (changed, message) = tied(), UNDIFFERENTIATED[change]
+    changed(model)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ref.gradients(model, SOURCE, TARGET, LABELS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ref.Trainer(model, TrainingConfig())
+
+
+def test_layer_with_its_own_backward_pass_is_differentiated():
+    model, bias = tied(), f"encoder.{INNER_PROJ.replace('kernel', 'bias')}"
+    model.encoder.layers[0].feed_forward_norm.__class__ = Plain
+    gradient, step, losses = ref.gradients(model, SOURCE, TARGET, LABELS).parameters[bias], 1e-6, []
+    for offset in (step, -2 * step):
+        find(model, bias)[3] += offset
+        losses.append(ref.gradients(model, SOURCE, TARGET, LABELS).loss)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(gradient[3], abs=1e-7)
 
 
 def read_only(array):
