@@ -29,6 +29,7 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    some,
     to_array,
 )
 from transformer_spec.config import TransformerConfig
@@ -207,6 +208,8 @@ class Trainer:
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         found = parameters(self.model)  # a caller may have replaced some of the arrays since the last step
+        if missing := [name for name in found if name not in getattr(self.optimizer, "parameters", found)]:
+            raise ValueError(f"the optimizer must update all parameters of the model: {some(missing)} missing")
         self.optimizer.parameters, self.optimizer.settings = found, settings
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1

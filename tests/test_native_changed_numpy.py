@@ -203,3 +203,10 @@ def test_weights_that_overflow_change_no_parameter():
     with pytest.raises(ValueError, match=f"{name} overflows float32"):
         ref.set_weights(model, weights)
     assert_same_bits(model.export_weights(), before)
+
+
+def test_parameter_removed_from_the_optimizer_is_rejected():
+    trainer = ref.Trainer(tied(), TrainingConfig())
+    del trainer.optimizer.parameters[f"decoder.{INNER_PROJ}"]
+    with pytest.raises(ValueError, match=f"must update all parameters of the model: decoder.{INNER_PROJ} missing"):
+        trainer.train_step(SOURCE, TARGET, LABELS)
