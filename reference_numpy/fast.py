@@ -25,7 +25,6 @@ from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.optimizer import Adam
 from transformer_spec.checks import check_attention, check_attention_mask
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import find
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
@@ -56,18 +55,7 @@ def _rows(x):
 
 
 class FastLinear(Linear):
-    """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
-
-    Attributes:
-        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. If None, a
-            new array is allocated.
-    """
-
-    buffer: ndarray | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the buffer, which a copied or pickled model doesn't need."""
-        return {name: value for name, value in vars(self).items() if name != "buffer"}
+    """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence."""
 
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
         """Return ``x W + b``, applied to the last axis of ``x``."""
@@ -81,8 +69,7 @@ class FastLinear(Linear):
     ) -> Float[ndarray, "*axes d_in"]:
         """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
         rows, drows = _rows(x), _rows(dy)
-        tap("kernel", np.matmul(rows.T, drows, out=self.buffer))
-        self.buffer = None
+        tap("kernel", rows.T @ drows)
         if self.bias is not None:
             tap("bias", sum_rows(drows))
         return (drows @ self.kernel.T).reshape(x.shape)
@@ -124,6 +111,7 @@ class FastLayerNorm(LayerNorm):
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
         """Normalize each position of ``x``."""
+        x = x.astype(np.result_type(x, self.scale), copy=False)  # the operations in place keep this dtype
         y = x - sum_last(x) / x.shape[-1]
         y /= self._deviation(y)[0]
         y *= self.scale
@@ -134,7 +122,7 @@ class FastLayerNorm(LayerNorm):
         self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
     ) -> Float[ndarray, "*axes d_model"]:
         """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
-        d_model = x.shape[-1]
+        d_model, x = x.shape[-1], x.astype(np.result_type(x, self.scale), copy=False)
         normed = x - sum_last(x) / d_model
         sigma, slope = self._deviation(normed)
         normed /= sigma
@@ -281,13 +269,14 @@ class FastAdam(Adam):
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
-        """Take a step and scale the gradient in place."""
+        """Take a step: update parameters and moments in place, one piece at a time."""
+        self.check(gradient)
         settings = self.settings
         correction1, correction2 = corrections
         for name, parameter in self.parameters.items():
             moments = self.first_moment[name], self.second_moment[name]
             for theta, g, m, v in _pieces(parameter, gradient[name], *moments):
-                g *= scale
+                g = scale * g
                 m += (1.0 - settings.beta1) * (g - m)
                 v += (1.0 - settings.beta2) * (g * g - v)
                 m_hat = m / correction1
@@ -300,14 +289,6 @@ def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]
-
-
-def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
-    """Let the next backward pass overwrite the kernel gradients, which are no longer needed."""
-    for name, array in gradient.items():
-        layer = find(model, name.rpartition(".")[0])
-        if name.endswith(".kernel") and isinstance(layer, FastLinear):
-            layer.buffer = array
 
 
 # Search.

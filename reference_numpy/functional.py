@@ -145,7 +145,8 @@ def normal_cdf(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 @UNDERFLOW
 def gelu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``x Phi(x)`` (Hendrycks and Gimpel, 2016)."""
-    return (x * normal_cdf(x)).astype(x.dtype)
+    x = np.asarray(x)
+    return (x * normal_cdf(x)).astype(np.float64 if x.dtype.kind in "biu" else x.dtype)
 
 
 def gelu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:

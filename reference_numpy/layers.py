@@ -16,6 +16,7 @@ from reference_numpy.functional import (
     masked_softmax,
 )
 from reference_numpy.runtime import check_rng
+from transformer_spec.checks import check_number
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
@@ -99,14 +100,18 @@ class Dropout:
     """Dropout: sets random elements to zero and scales the rest by 1 / (1 - rate), in training only (section 5.4).
 
     Args:
-        rate: Probability of dropping an element.
+        rate: Probability of dropping an element, in [0, 1).
+
+    Raises:
+        TypeError: If the rate is not a number.
+        ValueError: If the rate is not in [0, 1).
 
     Taps:
         {name}_keep: True for elements that are kept. This tap fires only in training.
     """
 
     def __init__(self, rate: float) -> None:
-        self.rate = rate
+        self.rate = check_number("rate", rate, "in [0, 1)", lambda x: 0 <= x < 1)
 
     def __call__(
         self,

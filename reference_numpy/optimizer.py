@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.weights import check_writable
 from transformer_spec.training_config import TrainingConfig
 
 
@@ -32,8 +33,10 @@ class Adam:
     The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Arrays to update, keyed by canonical name. Their moments start at zero.
-        settings: Training settings, which define the betas and epsilon.
+        parameters: Arrays to update, keyed by canonical name. Their moments start at zero. A ``Trainer`` replaces this
+            attribute in every step.
+        settings: Training settings, which define the betas and epsilon. A ``Trainer`` replaces this attribute in every
+            step, so set ``trainer.settings`` instead.
     """
 
     def __init__(self, parameters: Mapping[str, ndarray], settings: TrainingConfig) -> None:
@@ -52,7 +55,12 @@ class Adam:
             scale: Factor by which the gradient is multiplied first.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.
+
+        Raises:
+            ValueError: If a parameter is read-only, is not a floating-point array, or has a different shape than its
+                gradient or moments. No parameter is updated then.
         """
+        self.check(gradient)
         settings = self.settings
         correction1, correction2 = corrections
         for name, theta in self.parameters.items():
@@ -62,3 +70,19 @@ class Adam:
             m_hat = m / correction1
             v_hat = v / correction2
             theta -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
+
+    def check(self, gradient: Mapping[str, ndarray]) -> None:
+        """Check that a step can update every parameter, so that an error can't leave a step half done.
+
+        Args:
+            gradient: Gradient of each parameter, keyed by canonical name.
+
+        Raises:
+            ValueError: If a parameter is read-only, is not a floating-point array, or has a different shape than its
+                gradient or moments.
+        """
+        for name in self.parameters:
+            for what, arrays in {"gradient": gradient, "moments": self.first_moment}.items():
+                if name not in arrays:
+                    raise ValueError(f"{name} must have {what}: got none; create a new Trainer for a different model")
+                check_writable(name, self.parameters[name], arrays[name].shape)

@@ -142,7 +142,9 @@ class Part:
         """Return a copy of every parameter in the model's dtype, keyed by canonical name.
 
         Raises:
-            ValueError: If the number of layers doesn't match the config.
+            TypeError: If a parameter is not an array.
+            ValueError: If the number of layers doesn't match the config, a parameter has no canonical name, or two
+                parameters use the same memory.
         """
         return get_weights(self)
 

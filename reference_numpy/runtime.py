@@ -59,10 +59,13 @@ def check_rng(rng: Any) -> None:
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[ndarray, "B L"]:
-    """Check the token IDs that a caller passed, and return them as an array."""
+    """Check the token IDs that a caller passed, and return them as an int64 array.
+
+    A narrow dtype, such as uint8, can store the caller's IDs but not necessarily the IDs of the special tokens.
+    """
     ids = to_array(name, ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
-    return ids
+    return ids.astype(np.int64, copy=False)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"]:

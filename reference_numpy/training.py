@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import transformer_backward
+from reference_numpy.backward import check_backward, transformer_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.fast import FastAdam, by_sentence, reuse
+from reference_numpy.fast import FastAdam, by_sentence
 from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.parallel import divide, plan_of
 from reference_numpy.runtime import to_ids
 from reference_numpy.transformer import Transformer
+from reference_numpy.weights import parameters
 from transformer_spec.checks import (
     check_accumulation,
     check_choice,
@@ -28,10 +29,11 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    some,
     to_array,
 )
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import check_training_state, find, parameter_shapes
+from transformer_spec.names import check_training_state
 from transformer_spec.parallel_plan import DROPOUTS, Plan
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
@@ -62,6 +64,7 @@ def cross_entropy(
     check_type("config", config, TransformerConfig)
     logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing
@@ -116,7 +119,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If ``model`` is not a ``Transformer``, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a layer overrides only its forward
+            pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
@@ -149,7 +153,8 @@ class Trainer:
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, no weights have been set, or another value is invalid.
+            divide the model, no weights have been set, the model's parameters don't match its config, a layer overrides
+            only its forward pass, or another value is invalid.
     """
 
     def __init__(
@@ -174,7 +179,8 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
-        self.optimizer = adam(_parameters(model), settings)
+        check_backward(model)
+        self.optimizer = adam(parameters(model), settings)
 
     @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -190,8 +196,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or a parameter can't be updated. No parameter is updated then.
         """
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -201,10 +207,11 @@ class Trainer:
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
-        self.optimizer.parameters, self.optimizer.settings = _parameters(self.model), settings
+        found = parameters(self.model)  # a caller may have replaced some of the arrays since the last step
+        if missing := [name for name in found if name not in getattr(self.optimizer, "parameters", found)]:
+            raise ValueError(f"the optimizer must update all parameters of the model: {some(missing)} missing")
+        self.optimizer.parameters, self.optimizer.settings = found, settings
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
-        if self.model.fast:
-            reuse(self.model, gradient)
         self.step += 1
         return StepResult(total / count, tokens, norm)
 
@@ -295,11 +302,6 @@ class Trainer:
         cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
         self_mask = causal_mask(target_ids.shape[1]) & target_mask
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
-
-
-def _parameters(model):
-    """Return the model's current parameters. A caller may have replaced some of the arrays since the last step."""
-    return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
 def _check_model(model):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
-from transformer_spec.checks import check_type
+from transformer_spec.checks import check_type, some
 from transformer_spec.names import PARTS, Model, check_weights, find, parameter_shapes, rounded
 
 
@@ -20,12 +23,17 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If the weights don't match the model's config or overflow its dtype.
+        ValueError: If the weights or the model's parameters don't match the model's config, the weights overflow its
+            dtype, or a parameter is read-only. The model is then unchanged.
     """
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
-    for name in parameter_shapes(model.config, model.part):
-        parameter = find(model, name)
+    found = parameters(model)
+    for name, parameter in found.items():  # check all parameters before the first one is changed
+        array = weights[name]
+        check_writable(name, parameter, np.shape(array))
+        rounded(name, array, parameter.dtype.name)
+    for name, parameter in found.items():
         parameter[...] = rounded(name, weights[name], parameter.dtype.name)
 
 
@@ -36,12 +44,73 @@ def get_weights(model: Model) -> dict[str, ndarray]:
         model: Model to read.
 
     Raises:
-        TypeError: If ``model`` is not a model.
-        ValueError: If the number of layers doesn't match the config.
+        TypeError: If ``model`` is not a model, or a parameter is not an array.
+        ValueError: If the model's parameters don't match its config.
     """
     check_type("model", model, Model)
-    for stack in PARTS:
-        layers, depth = getattr(model, stack, None), getattr(model.config, f"num_{stack}_layers")
-        if layers is not None and len(layers.layers) != depth:
-            raise ValueError(f"{stack}.layers must have {depth} layers, as in the config: got {len(layers.layers)}")
-    return {name: find(model, name).copy() for name in parameter_shapes(model.config, model.part)}
+    return {name: parameter.copy() for name, parameter in parameters(model).items()}
+
+
+def parameters(model: Model) -> dict[str, ndarray]:
+    """Return the parameters of a model, keyed by canonical name, without copying them.
+
+    Args:
+        model: Model to read.
+
+    Raises:
+        TypeError: If a parameter is not an array.
+        ValueError: If the number of layers doesn't match the config, a parameter has no canonical name, or two
+            parameters use the same memory. Arrays in attributes whose name starts with ``_`` are not parameters.
+    """
+    for name in PARTS:
+        stack, depth = getattr(model, name, None), getattr(model.config, f"num_{name}_layers")
+        if stack is not None and len(stack.layers) != depth:
+            raise ValueError(f"{name}.layers must have {depth} layers, as in the config: got {len(stack.layers)}")
+    found = {name: find(model, name) for name in parameter_shapes(model.config, model.part)}
+    names: dict[int, str] = {}  # keyed by address
+    for name, array in found.items():
+        if not isinstance(array, ndarray):
+            raise TypeError(f"{name} must be an array: got {type(array).__name__}")
+        other = names.setdefault(array.ctypes.data, name)
+        if other != name:
+            raise ValueError(f"{other} and {name} must be separate arrays, as in the config: got a shared array")
+    named = {id(array) for array in found.values()}
+    values = ((f"{path}{key}", x) for path, layer in layers(model).items() for key, x in vars(layer).items())
+    arrays = [(name, x) for name, x in values if isinstance(x, ndarray) and x.dtype.kind == "f"]
+    if others := [name for name, x in arrays if id(x) not in named and "._" not in f".{name}"]:
+        raise ValueError(f"all parameters must have canonical names: got {some(others)}; merge or remove them")
+    return found
+
+
+def layers(model: Any) -> dict[str, Any]:
+    """Return a model and its blocks and layers, keyed by path with a trailing dot. The path of the model is empty.
+
+    If several paths refer to the same layer, only one of them is a key.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(path: str, part: Any) -> None:
+        is_part = callable(part) and hasattr(part, "__dict__") and not isinstance(part, FunctionType | type)
+        if is_part and id(part) not in found:
+            found[id(part)] = path, part
+            for key, value in vars(part).items():
+                several = isinstance(value, list)
+                for i, x in enumerate(value if several else [value]):
+                    visit(f"{path}{key}.{i}." if several else f"{path}{key}.", x)
+
+    visit("", model)
+    return dict(found.values())
+
+
+def check_writable(name: str, parameter: ndarray, shape: tuple[int, ...]) -> None:
+    """Check that a parameter can be overwritten, so that an error can't leave only some parameters overwritten.
+
+    Raises:
+        ValueError: If the parameter is read-only, is not a floating-point array, or has a different shape.
+    """
+    if not parameter.flags.writeable or parameter.dtype.kind != "f" or parameter.shape != shape:
+        access = "writable" if parameter.flags.writeable else "read-only"
+        raise ValueError(
+            f"{name} must be a writable floating-point array of shape {list(shape)}: got a {access} {parameter.dtype} "
+            f"array of shape {list(parameter.shape)}"
+        )

@@ -115,6 +115,20 @@ def test_overflow_in_the_storage_dtype_is_rejected(path, config, saved):
     assert path.read_bytes() == saved
 
 
+def test_save_weights_replaces_the_target_of_a_symbolic_link(tmp_path, path, config):
+    link, weights = tmp_path / "latest.safetensors", random_weights(config)
+    save_weights(path, config, weights)
+    try:
+        link.symlink_to(path.name)
+    except OSError:  # Windows allows only some users to create links
+        pytest.skip("this system does not support symbolic links")
+    save_weights(link, config, {name: 2 * array for name, array in weights.items()})
+    assert link.is_symlink()
+    np.testing.assert_array_equal(
+        load_weights(path)[1]["source_embedding.table"], 2 * weights["source_embedding.table"]
+    )
+
+
 def test_swapped_save_weights_arguments_raise_type_error(tmp_path, config):
     with pytest.raises(TypeError, match=r"^config must be a TransformerConfig: got (Posix|Windows)Path$"):
         save_weights(config, tmp_path / "model.safetensors", random_weights(config))

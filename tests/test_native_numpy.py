@@ -13,9 +13,10 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import fast
+from reference_numpy import fast, functional
 from reference_numpy.optimizer import Adam
 from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
+from transformer_spec.parallel_plan import spread
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
@@ -181,6 +182,57 @@ def test_fast_adam_matches_the_formulas_for_wide_rows():
 
 
 # --- Common bugs of NumPy users ---
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_layer_norm_promotes_a_float32_input_to_the_dtype_of_its_parameters(fast):
+    config = tiny_config(**ONE_LAYER)
+    model = ref.Transformer.from_weights(config, random_weights(config), "float64", fast=fast)
+    norm = model.encoder.layers[0].feed_forward_norm
+    x = np.ones((1, 2, 24), np.float32)
+    assert norm(x).dtype == norm.backward(x, x, lambda name, value: value).dtype == np.float64
+
+
+def test_gelu_of_integers_returns_floats():
+    x = np.arange(-3, 4)
+    np.testing.assert_array_equal(functional.gelu(x), functional.gelu(x.astype(float)))
+    assert functional.gelu(1.0) == functional.gelu(np.ones(1))[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cross_entropy_of_half_precision_logits_is_computed_in_float32(dtype):
+    rng, config = np.random.default_rng(0), tiny_config()
+    logits, labels = rng.normal(size=(30, 1000, 37)).astype(dtype), rng.integers(3, 37, (30, 1000))
+    found, tokens = ref.cross_entropy(logits, labels, config)
+    expected, _ = ref.cross_entropy(logits.astype(np.float32), labels, config)
+    assert (found.dtype, found, tokens) == (np.float32, expected, 30_000)
+
+
+def test_ids_in_a_narrow_dtype_are_padded_with_a_larger_id():
+    special = {"pad_id": 257, "bos_id": 256, "eos_id": 258}
+    model = build(**{f"{side}_vocab_size": 260 for side in ("source", "target")}, **special, dropout=DropoutRates())
+    ids = np.random.default_rng(0).integers(97, 120, (3, 5))
+    found, expected = (
+        ref.Trainer(model, TrainingConfig(), mesh=ref.Plan(data=2)).gradient(*[ids.astype(dtype)] * 3)
+        for dtype in (np.uint8, np.int64)
+    )
+    assert found.loss == expected.loss
+    found, expected = (ref.score(model, x, x).tokens for x in (ids.astype(np.uint8), ids))
+    np.testing.assert_array_equal(found, expected)
+    assert (spread(ids.astype(np.uint8), 1, 2, 257)[0, 1, 1] == 257).all()
+
+
+@pytest.mark.parametrize("optimizer", [Adam, fast.FastAdam])
+def test_optimizer_leaves_the_gradient_unchanged(optimizer):
+    gradient = {"kernel": np.ones((2, 3))}
+    optimizer({"kernel": np.zeros((2, 3))}, TrainingConfig()).update(gradient, 0.5, 0.1, (0.1, 0.02))
+    assert (gradient["kernel"] == 1).all()
+
+
+@pytest.mark.parametrize("rate", [50, 1.0, -0.1])
+def test_dropout_rejects_a_rate_outside_its_range(rate):
+    with pytest.raises(ValueError, match=re.escape(f"rate must be in [0, 1): got {rate}")):
+        ref.Dropout(rate)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])

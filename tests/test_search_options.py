@@ -164,6 +164,11 @@ def test_invalid_input_raises_the_same_error_in_every_backend(backend, limited, 
     assert str(caught.value) == message
 
 
+def test_several_hypotheses_of_a_greedy_search_raise_value_error():
+    with pytest.raises(ValueError, match="num_hypotheses must be at most beam_size: got 3 and None"):
+        reference_numpy.Search(num_hypotheses=3)
+
+
 def test_min_length_above_max_length_raises_value_error(backend):
     model = load(backend, *lively())
     for find in (backend.package.greedy_search, backend.package.beam_search):

@@ -250,7 +250,10 @@ ALLOWED = [
     ("jax", "optimizer", "adds definition Arrays", "a type alias for the arguments and results of the pure functions"),
     ("tf", "runtime", "adds definition placed", "the other frameworks compute on the device of their arrays"),
     ("tf", "weights", "adds definition variables", "Keras variables have a flag for whether they are trainable"),
-    ("torch tf", "weights", "adds definition parameters", "the optimizer receives all parameters at once"),
+    ("jax", "weights", "lacks definition parameters", "check_layers makes the same checks"),
+    ("torch jax tf", "weights", "lacks definition layers", "the framework lists the layers of a model"),
+    ("torch jax tf", "weights", "lacks definition check_writable", "only NumPy arrays can be read-only"),
+    ("torch jax tf", "optimizer", "lacks definition Adam.check", "only NumPy arrays can be read-only"),
     ("torch", "weights", "adds definition computed_with", "PyTorch can compute a weight from other parameters"),
     (
         "torch",

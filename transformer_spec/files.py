@@ -151,7 +151,7 @@ def write_file(
     """Write a description and tensors to a file atomically. The caller must have checked them.
 
     Args:
-        path: File to create or replace.
+        path: File to create or replace. If it is a symbolic link, the target of the link is replaced.
         description: Metadata, as a dict that can be converted to JSON.
         tensors: C-contiguous arrays. safetensors would silently permute the values of other arrays.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
@@ -167,7 +167,7 @@ def write_file(
     description = {**description, "version": FORMAT_VERSION, "sha256": checksums}
     text = json.dumps(description, sort_keys=True, allow_nan=False)
     try:
-        with replacing(Path(path)) as temporary:
+        with replacing(Path(os.path.realpath(path))) as temporary:
             save_tensors(temporary, tensors, {METADATA_KEY: text})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error

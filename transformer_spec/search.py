@@ -132,7 +132,7 @@ class Search:
         beam_size: Number of unfinished hypotheses to keep per sequence. If None, the search isn't a beam search.
         length_penalty: Exponent alpha of the length penalty. If it is 0, short hypotheses have an advantage.
         max_length: Maximum number of tokens, including EOS. If None, the limit in ``rules`` is used.
-        num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
+        num_hypotheses: Number of hypotheses or samples to return per sequence. Without a seed, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
@@ -179,7 +179,7 @@ class Search:
         penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
-        if self.beam_size is not None and self.num_hypotheses > self.beam_size:
+        if self.seed is None and self.num_hypotheses > (self.beam_size or 1):
             raise ValueError(
                 f"num_hypotheses must be at most beam_size: got {self.num_hypotheses} and {self.beam_size}"
             )
