@@ -345,5 +345,5 @@ def test_ratio_divides_the_error_by_the_tolerance():
     finding = Finding("torch", "float64", "", "", "taps", "logits", 5e-13, 1e-12, AGREES)
     assert finding.ratio == 0.5
     assert finding.to_dict()["ratio"] == 0.5
-    assert replace(finding, error=0.0, tolerance=0.0).share == 0.0
-    assert replace(finding, tolerance=0.0).share == math.inf
+    assert replace(finding, error=0.0, tolerance=0.0).ratio == 0.0
+    assert replace(finding, tolerance=0.0).ratio == math.inf

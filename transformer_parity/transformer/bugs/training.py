@@ -278,7 +278,7 @@ ENTRIES: dict[str, Table] = {
             "smoothing includes the target": but(config={"label_smoothing_kind": "uniform"}),
             "smoothing includes the target, but divides by one class less": by_hand(
                 instead("training", "spread = spread - right", "pass"),
-                ('(share if kind == "uniform" else 0.0)', "ratio"),
+                ('(share if kind == "uniform" else 0.0)', "share"),
                 ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target"),
                 module="training",
             ),
