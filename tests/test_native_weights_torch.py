@@ -95,6 +95,42 @@ def test_export_rejects_added_parameters_without_a_canonical_name(port):
     assert_same_bits(model.export_weights(), build(port).export_weights())
 
 
+def replaced_projection(model):
+    model.encoder.layers[0].self_attention.query_proj = nn.Linear(24, 24, dtype=torch.float64)
+
+
+def assigned_bias(model):
+    model.get_submodule(LAYER).bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
+
+
+def replaced_output(model):
+    model.output_proj = nn.Linear(24, 37, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "name"),
+    [
+        (replaced_projection, {"attention_bias": False}, rf"{LAYER}\.bias"),
+        (assigned_bias, {"attention_bias": False}, rf"{LAYER}\.bias"),
+        (replaced_output, {"tie_embeddings": "none"}, r"output_proj\.bias"),
+        (replaced_output, {"output_bias": True}, r"output_proj\.weight"),
+    ],
+)
+def test_export_rejects_a_bias_or_matrix_that_the_config_does_not_have(port, change, options, name):
+    """Otherwise, a model with the exported weights would compute something else."""
+    model = build(port, **options)
+    change(model)
+    trainer = port.package.Trainer(model, SETTINGS)
+    for refused in (
+        model.export_weights,
+        trainer.export_state,
+        lambda: port.package.gradients(model, *BATCH),
+        lambda: trainer.gradient(*BATCH),
+    ):
+        with pytest.raises(ValueError, match=rf"got {name}; .* remove every bias and matrix"):
+            refused()
+
+
 def test_merged_adapters_are_exported(port):
     model, base = build(port), build(port)
     with_adapters(model)

@@ -85,15 +85,23 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         frozen: True checks frozen parameters too.
 
     Raises:
-        ValueError: If a parameter has no canonical name, for example in an adapter, or if the embedding that is tied to
-            the output projection was replaced.
+        ValueError: If a parameter has no canonical name, such as an adapter's weight or a bias that the config doesn't
+            have, or if the embedding that is tied to the output projection was replaced.
     """
-    layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
-    named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
+    named = set[nn.Parameter]()
+    for name in parameter_shapes(model.config, model.part):
+        path, _, attribute = torch_path(name).rpartition(".")
+        for own, parameter in _layer(model, path).named_parameters():
+            # A weight can also be computed from parametrizations.weight.original, weight_orig, or weight_g and weight_v.
+            if own.removeprefix("parametrizations.").startswith(attribute):
+                named.add(parameter)
     others = [path for path, p in model.named_parameters() if (frozen or p.requires_grad) and p not in named]
     if others:
         kind = "" if frozen else "trainable "
-        raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
+        raise ValueError(
+            f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}, "
+            "and remove every bias and matrix that the config doesn't have"
+        )
     output = None if model.part == "encoder" else _layer(model, "output_proj")
     if isinstance(output, TiedProjection) and output.embedding not in model.modules():
         raise ValueError(
