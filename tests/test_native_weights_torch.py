@@ -9,6 +9,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from modules_torch import LoRA, with_adapters
 from native_models import BATCH, SETTINGS, SOURCE, TARGET, build, losses
 from torch import nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.only("torch")
 DEPRECATED = (
@@ -129,6 +130,21 @@ def test_export_rejects_a_bias_or_matrix_that_the_config_does_not_have(port, cha
     ):
         with pytest.raises(ValueError, match=rf"got {name}; .* remove every bias and matrix"):
             refused()
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [pruned, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+def test_export_rejects_weights_that_hooks_compute(port, change):
+    """Such a weight is outdated after an optimizer step, until the next forward pass."""
+    model = build(port)
+    change(model.get_submodule(LAYER))
+    losses(port.package.Trainer(model, SETTINGS), 1)
+    with pytest.raises(ValueError, match=rf"{LAYER}\.kernel must not be computed by a hook: call prune\.remove"):
+        model.export_weights()
 
 
 def test_merged_adapters_are_exported(port):

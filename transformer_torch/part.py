@@ -158,7 +158,7 @@ class Part(nn.Module):
 
         Raises:
             ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
-                parameters.
+                parameters, or if a hook computes a weight before each forward pass.
         """
         return get_weights(self)
 

@@ -51,10 +51,19 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     Raises:
         ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
-            parameters.
+            parameters, or if a hook computes a weight before each forward pass.
     """
     check_complete(model, frozen=True)
-    return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
+    found = computed_with(model)
+    for name in found:
+        path, _, attribute = torch_path(name).rpartition(".")
+        layer = _layer(model, path)
+        if attribute in vars(layer) and layer._forward_pre_hooks:  # the attribute may be outdated
+            raise ValueError(
+                f"{name} must not be computed by a hook: call prune.remove, remove_weight_norm, or "
+                "remove_spectral_norm first, or use torch.nn.utils.parametrizations"
+            )
+    return {name: copy_out(name, weight) for name, weight in found.items()}
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
