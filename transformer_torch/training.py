@@ -38,7 +38,15 @@ from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import BatchShard, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import transformer_of
-from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
+from transformer_torch.weights import (
+    check_complete,
+    check_tie,
+    computed_with,
+    copy_in,
+    copy_out,
+    is_divided,
+    parameters,
+)
 
 DRAWING = RLock()  # serializes the use of PyTorch's default generator
 TRAINING: list[nn.Module] = []  # models in a step: more than one only if a hook trains a different model
@@ -198,7 +206,8 @@ class Trainer:
         Raises:
             TypeError: If the IDs are not integers.
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, or the model is no longer in float32 or float64.
+                divide the batch size, the model is no longer in float32 or float64, or the embedding that is tied to
+                the output projection was replaced.
             RuntimeError: If a hook calls this method during a training step of the same model.
         """
         settings, config = self.settings, transformer_of(self.model).config
@@ -227,7 +236,8 @@ class Trainer:
         Raises:
             TypeError: If the IDs are not integers.
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, or the model is no longer in float32 or float64.
+                divide the batch size, the model is no longer in float32 or float64, or the embedding that is tied to
+                the output projection was replaced.
             RuntimeError: If a hook calls this method during a training step of the same model.
         """
         check_complete(transformer_of(self.model))
@@ -304,6 +314,7 @@ class Trainer:
         """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
         check_trainable(dtype_name(transformer_of(self.model)), settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_tie(transformer_of(self.model))
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if lost := [name for name, p in trained.items() if p not in known]:

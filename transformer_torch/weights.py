@@ -111,10 +111,22 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
             f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}, "
             "and remove every bias and matrix that the config doesn't have"
         )
-    output = None if model.part == "encoder" else _layer(model, "output_proj")
+    check_tie(model)
+
+
+def check_tie(model: Any, *_: Any) -> None:
+    """Check that a tied output projection uses an embedding of the model. PyTorch calls this before ``state_dict``.
+
+    Otherwise, the matrix of the projection would be neither trained nor saved.
+
+    Raises:
+        ValueError: If the embedding that is tied to the output projection was replaced.
+    """
+    output = None if model.part == "encoder" else getattr(model.output_proj, "_orig_mod", model.output_proj)
     if isinstance(output, TiedProjection) and output.embedding not in model.modules():
         raise ValueError(
-            "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding"
+            "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding; "
+            "replace it with OutputProjection(config, model.target_embedding, dtype)"
         )
 
 
