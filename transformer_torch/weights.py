@@ -101,7 +101,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
     for name in parameter_shapes(model.config, model.part):
         path, _, attribute = torch_path(name).rpartition(".")
         for own, parameter in _layer(model, path).named_parameters():
-            # A weight can also be computed from parametrizations.weight.original, weight_orig, or weight_g and weight_v.
+            # A weight may be computed from parametrizations.weight.original, weight_orig, or weight_g and weight_v.
             if own.removeprefix("parametrizations.").startswith(attribute):
                 named.add(parameter)
     others = [path for path, p in model.named_parameters() if (frozen or p.requires_grad) and p not in named]
