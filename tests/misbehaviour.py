@@ -75,7 +75,7 @@ MISBEHAVIOUR = [
         "fused attention without dropout",
         (*SITE, "attention"),
         "loss without taps is",
-        {"torch": [("fast", "dropout.p if dropout is not None and dropout.training else 0.0", "0.0")]},
+        {"torch": [("fast", "dropout.p if is_plain and dropout is not None and dropout.training else 0.0", "0.0")]},
     ),
     Misbehaviour(
         "dropout not scaled",

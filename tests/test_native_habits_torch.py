@@ -163,6 +163,23 @@ def test_export_rejects_added_layers_of_a_frozen_model(port, change, message):
         model.export_weights()
 
 
+@pytest.mark.parametrize(("tie", "side"), [("all", "source"), ("target_output", "target")])
+def test_replaced_tied_embedding_requires_a_new_output_projection(port, tie, side):
+    """Otherwise, the output matrix would be neither trained nor saved."""
+    package, model = port.package, build(port, tie_embeddings=tie)
+    embedding = package.TokenEmbedding(len(model.target_embedding.weight), model.config, "float64")
+    setattr(model, f"{side}_embedding", embedding)
+    trainer = package.Trainer(model, SETTINGS)
+    for refused in (model.state_dict, lambda: trainer.train_step(*BATCH), lambda: package.gradients(model, *BATCH)):
+        with pytest.raises(ValueError, match=r"output_proj must be tied to .* replace it with OutputProjection\("):
+            refused()
+    model.output_proj = package.OutputProjection(model.config, model.target_embedding, "float64")
+    again = build(port, tie_embeddings=tie)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(SOURCE, TARGET), model(SOURCE, TARGET), rtol=0, atol=0)
+    assert np.isfinite(float(package.Trainer(model, SETTINGS).train_step(*BATCH).loss))
+
+
 def test_added_frozen_layers_have_no_gradients(port):
     model = build(port)
     added_norm(port.package, model)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from modules_torch import compiled, modes
 from native_models import SOURCE, TARGET, build
+from torch import nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.only("torch")
 
@@ -71,7 +73,7 @@ def test_search_does_not_copy_its_tokens_to_the_host(port, monkeypatch):
 
 def test_forward_hooks_fire_in_a_search(port):
     model, fired = build(port), set()
-    for name, module in model.decoder.named_modules():
+    for name, module in [*model.decoder.named_modules()][1:]:
         module.register_forward_hook(lambda module, inputs, output, name=name: fired.add(name))
     port.package.greedy_search(model, SOURCE, max_length=2)
     assert {"layers.0", "layers.0.self_attention.query_proj", "layers.0.feed_forward.output_proj"} <= fired
@@ -129,3 +131,87 @@ def test_search_ignores_a_child_module_set_to_none(port):
     model.encoder.register_module("adapter", None)
     found, expected = (port.package.greedy_search(each, SOURCE, max_length=6) for each in (model, plain))
     np.testing.assert_array_equal(found.ids, expected.ids)
+
+
+# --- Hooks, replaced methods, and custom modules ---
+
+
+def test_hooks_and_custom_layers_of_a_search_store_values_in_the_model(port):
+    """A search with such modules doesn't use copies of the modules."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model, found = build(port), []
+    names = {module: name for name, module in model.named_modules()}
+    hook = model.output_proj.register_forward_hook(lambda module, *rest: found.append(names[module]))
+    port.package.greedy_search(model, SOURCE, max_length=3, min_length=3)
+    assert found == ["output_proj"] * 3
+    hook.remove()
+    feed_forward = model.decoder.layers[0].feed_forward
+    feed_forward.inner_proj = Counting(24, len(feed_forward.inner_proj.weight), dtype=torch.float64)
+    port.package.greedy_search(model, SOURCE, max_length=3, min_length=3)
+    assert feed_forward.inner_proj.calls == 3
+
+
+def test_search_runs_a_replaced_encode_in_inference_mode(port):
+    model, plain = dropped_out(port)
+    model.encode = functools.partial(model.encode)
+    found, expected = (port.package.greedy_search(each, SOURCE, max_length=6) for each in (model, plain))
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-12)
+    assert model.training
+
+
+def test_search_uses_new_weights_of_a_pruned_layer(port):
+    model, layer = build(port), "decoder.layers.0.feed_forward.inner_proj"
+    prune.l1_unstructured(model.get_submodule(layer), "weight", 0.3)
+    with torch.no_grad():
+        model.get_submodule(layer).weight_orig.mul_(-3)
+    found = port.package.greedy_search(model, SOURCE, max_length=4)
+    expected = port.package.score(model, SOURCE, found.ids).sequences
+    np.testing.assert_allclose(found.scores, expected.detach().numpy(), rtol=1e-12)
+
+
+class Flipped(nn.Dropout):
+    """A module that replaces dropout and also acts in inference mode."""
+
+    def forward(self, x):
+        return x.flip(-1)
+
+
+@pytest.mark.parametrize("name", ["dropout", "decoder.layers.0.self_attention.dropout"])
+def test_replaced_dropout_is_used_in_forward_passes_and_searches(port, name):
+    model, plain = build(port), build(port, fast=False)
+    for each in (model, plain):
+        each.set_submodule(name, Flipped(0.0))
+    torch.testing.assert_close(model(SOURCE, TARGET), plain(SOURCE, TARGET), rtol=0, atol=1e-12)
+    step, _ = model.decode_step(TARGET, model.init_cache(SOURCE, 4))
+    torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
+
+
+def test_hooks_of_attention_dropout_fire(port):
+    model, found = build(port), []
+    model.encoder.layers[0].self_attention.dropout.register_forward_hook(lambda *args: found.append(args))
+    model(SOURCE, TARGET)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("part", ["", "decoder"])
+def test_search_warns_about_hooks_that_it_ignores(port, part):
+    model = build(port)
+    model.get_submodule(part).register_forward_hook(lambda *args: None)
+    with pytest.warns(UserWarning, match="searches ignore hooks .* of the model and its decoder: hook or replace"):
+        port.package.greedy_search(model, SOURCE, max_length=2)
+
+
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search", "sample"])
+def test_search_rejects_nan(port, search):
+    model = build(port)
+    with torch.no_grad():
+        model.source_embedding.weight[5] = float("nan")
+    with pytest.raises(ValueError, match="score of each sequence must be finite: got"):
+        getattr(port.package, search)(model, SOURCE, max_length=2)

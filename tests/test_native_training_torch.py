@@ -301,3 +301,44 @@ def test_trainers_in_parallel_threads_have_independent_dropout(port):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, range(2))) == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_step_count_is_exact_with_any_default_dtype(port):
+    """Bfloat16 can't represent 257."""
+    model = build(port, "float32")
+    trainer = port.package.Trainer(model, SETTINGS)
+    trainer.step = 256
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        losses(trainer, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {257.0}
+
+
+@pytest.mark.parametrize("method", ["train_step", "gradient"])
+def test_training_rejects_a_model_that_was_cast_to_bfloat16(port, method):
+    trainer = port.package.Trainer(build(port, "float32"), SETTINGS)
+    trainer.model.bfloat16()
+    with pytest.raises(ValueError, match="training requires float32 or float64 weights: got bfloat16"):
+        getattr(trainer, method)(*BATCH)
+
+
+def test_hook_in_a_training_step_can_train_a_different_model(port):
+    """Both steps use the default generator, and each uses its seed."""
+    dropout = {"embedding": 0.3, "residual": 0.3, "attention": 0.3, "feed_forward": 0.3}
+    outer, inner = (port.package.Trainer(build(port, dropout=dropout), SETTINGS, seed) for seed in range(2))
+    expected = [float(trainer.gradient(*BATCH).loss) for trainer in (outer, inner)]
+    found = []
+    outer.model.encoder.register_forward_hook(lambda *args: found.append(float(inner.train_step(*BATCH).loss)))
+    assert [float(outer.train_step(*BATCH).loss), *found] == expected
+
+
+def test_hook_in_a_training_step_cannot_train_the_same_model(port):
+    trainer = port.package.Trainer(build(port), SETTINGS)
+    hook = trainer.model.encoder.register_forward_hook(lambda *args: trainer.train_step(*BATCH) and None)
+    with pytest.raises(RuntimeError, match="a hook must not start a training step of the model that is being trained"):
+        trainer.train_step(*BATCH)
+    hook.remove()
+    assert trainer.step == 0
+    losses(trainer, 1)

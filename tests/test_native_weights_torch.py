@@ -9,6 +9,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from modules_torch import LoRA, with_adapters
 from native_models import BATCH, SETTINGS, SOURCE, TARGET, build, losses
 from torch import nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.only("torch")
 DEPRECATED = (
@@ -93,6 +94,57 @@ def test_export_rejects_added_parameters_without_a_canonical_name(port):
         model.export_weights()
     del model.encoder.adapter
     assert_same_bits(model.export_weights(), build(port).export_weights())
+
+
+def replaced_projection(model):
+    model.encoder.layers[0].self_attention.query_proj = nn.Linear(24, 24, dtype=torch.float64)
+
+
+def assigned_bias(model):
+    model.get_submodule(LAYER).bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
+
+
+def replaced_output(model):
+    model.output_proj = nn.Linear(24, 37, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "name"),
+    [
+        (replaced_projection, {"attention_bias": False}, rf"{LAYER}\.bias"),
+        (assigned_bias, {"attention_bias": False}, rf"{LAYER}\.bias"),
+        (replaced_output, {"tie_embeddings": "none"}, r"output_proj\.bias"),
+        (replaced_output, {"output_bias": True}, r"output_proj\.weight"),
+    ],
+)
+def test_export_rejects_a_bias_or_matrix_that_the_config_does_not_have(port, change, options, name):
+    """Otherwise, a model with the exported weights would compute something else."""
+    model = build(port, **options)
+    change(model)
+    trainer = port.package.Trainer(model, SETTINGS)
+    for refused in (
+        model.export_weights,
+        trainer.export_state,
+        lambda: port.package.gradients(model, *BATCH),
+        lambda: trainer.gradient(*BATCH),
+    ):
+        with pytest.raises(ValueError, match=rf"got {name}; .* remove every bias and matrix"):
+            refused()
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [pruned, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+def test_export_rejects_weights_that_hooks_compute(port, change):
+    """Such a weight is outdated after an optimizer step, until the next forward pass."""
+    model = build(port)
+    change(model.get_submodule(LAYER))
+    losses(port.package.Trainer(model, SETTINGS), 1)
+    with pytest.raises(ValueError, match=rf"{LAYER}\.kernel must not be computed by a hook: call prune\.remove"):
+        model.export_weights()
 
 
 def test_merged_adapters_are_exported(port):

@@ -144,6 +144,7 @@ ALLOWED = [
     ("torch", "part.Part.__init__", "adds parameter device", "every PyTorch layer has this parameter"),
     ("torch", "runtime", "adds definition to_dtype", "dtypes are torch.dtype objects or names"),
     ("torch", "weights", "adds definition check_complete", "adapters can add parameters without a canonical name"),
+    ("torch", "weights", "adds definition check_tie", "a user can replace the embedding of a tied projection"),
     ("torch", "transformer", "adds definition transformer_of", "PyTorch tools wrap a model in another module"),
     (
         "torch",

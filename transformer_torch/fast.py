@@ -103,11 +103,15 @@ def fused_attention(
 ) -> Float[Tensor, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention`` without storing the attention weights, if possible.
 
-    The function doesn't use the fused kernel if there are taps, if several devices share a dropout mask, or if separate
-    matmuls are faster.
+    The function doesn't use the fused kernel if there are taps, if the dropout layer was replaced or has hooks, if
+    several devices share a dropout mask, or if separate matmuls are faster.
     """
-    rate = dropout.p if dropout is not None and dropout.training else 0.0
-    is_fused = tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
+    is_plain = dropout is None or (
+        type(dropout) in (Dropout, OwnDropout)
+        and not (is_hooked(dropout) or dropout._backward_hooks or dropout._backward_pre_hooks)
+    )
+    rate = dropout.p if is_plain and dropout is not None and dropout.training else 0.0
+    is_fused = is_plain and tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
     if not is_fused or onednn.delays_attention(query, key):
         return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
     check_attention(query.shape, key.shape, value.shape)
@@ -147,23 +151,36 @@ def _marked(mask):
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
     """Yield a shallow copy of a model in inference mode that decodes faster if there are only a few rows.
 
-    The copy has the same parameters and hooks. This function doesn't modify the original model, so another thread can
-    train it at the same time. If torch.compile or another tool has replaced the forward pass of a layer, the function
-    yields the original model instead.
+    The copy has the same parameters. This function doesn't modify the original model, so another thread can train it at
+    the same time. If a module is compiled, has hooks or replaced methods, or is an instance of a user's class, the
+    function yields the original model instead, because such code may refer to the original modules.
     """
-    for module in model.modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None or "forward" in vars(module):
-            with inference(model):
-                yield model
-            return
+    if any(map(_is_custom, model.modules())):
+        with inference(model):
+            yield model
+        return
     with torch.inference_mode():
         twin = _inference_twin(model)
         _lay_out_for_few_rows(twin, rows)
     yield twin
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a call of the module runs a user's hook or a replaced ``forward`` method."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if hook is not _mark_masks]
+    return bool(hooks or module._forward_hooks or "forward" in vars(module))
+
+
+def _is_custom(module):
+    """Return whether a module may run code that isn't part of PyTorch or this package, or compiled code."""
+    is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    is_own = type(module).__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    replaced = (name for name, value in vars(module).items() if callable(value) and hasattr(type(module), name))
+    return is_compiled or not is_own or is_hooked(module) or any(replaced)
+
+
 def _inference_twin(module):
-    """Return a shallow copy of a module in inference mode, with the same parameters and hooks."""
+    """Return a shallow copy of a module in inference mode, with the same parameters."""
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     # Also store parameters and submodules as plain attributes, because nn.Module.__getattr__ takes 5% of a small

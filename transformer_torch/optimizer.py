@@ -52,7 +52,7 @@ class Adam(torch.optim.Adam):
         """
         if parameter not in self.state:  # otherwise, the base class would create the moments in its first step
             self.state[parameter] = {
-                "step": torch.full((), float(steps), device=parameter.device),
+                "step": torch.full((), float(steps), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -22,7 +22,7 @@ from transformer_torch.fast import accelerate
 from transformer_torch.layers import Dropout, LayerNorm, initialize
 from transformer_torch.masks import padding_mask, target_padding_mask
 from transformer_torch.runtime import set_precision, to_device, to_dtype, to_ids, to_mask, to_memory
-from transformer_torch.weights import get_weights, set_weights
+from transformer_torch.weights import check_tie, get_weights, set_weights
 
 
 class Part(nn.Module):
@@ -73,6 +73,7 @@ class Part(nn.Module):
                 self.decoder = DecoderStack(config, dtype)
                 self.output_proj = OutputProjection(config, self.target_embedding, dtype)
             self.dropout = Dropout(config.dropout.embedding)
+            self.register_state_dict_pre_hook(check_tie)
             if fast:
                 accelerate(self)
 
@@ -158,7 +159,7 @@ class Part(nn.Module):
 
         Raises:
             ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
-                parameters.
+                parameters, or if a hook computes a weight before each forward pass.
         """
         return get_weights(self)
 

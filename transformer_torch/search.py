@@ -308,7 +308,7 @@ class Sample(Greedy):
         sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
         # ``drawn`` may round up to the sum.
-        rank = torch.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)
+        rank = torch.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1).clamp(min=0)  # 0 if there is NaN
         return index.gather(1, rank[:, None])[:, 0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
-from transformer_torch.fast import decoding_twin
+from transformer_torch.fast import decoding_twin, is_hooked
 from transformer_torch.layers import inference
 from transformer_torch.transformer import transformer_of
 from transformer_torch.weights import is_divided
@@ -33,6 +33,12 @@ def run_search(
     compiled = next((wrapper.dynamo_ctx for wrapper in wrappers if hasattr(wrapper, "dynamo_ctx")), None)
     if model._compiled_call_impl is not None:
         warnings.warn("searches ignore model.compile(); pass torch.compile(model) instead", stacklevel=3)
+    if is_hooked(model) or is_hooked(model.decoder):
+        warnings.warn(
+            "searches ignore hooks and replaced forward methods of the model and its decoder: "
+            "hook or replace their layers, such as output_proj",
+            stacklevel=3,
+        )
     if is_divided(model):
         raise ValueError(
             "the model must not be sharded over a mesh; to search, load its export_weights() into a model on one device"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,18 @@ from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import BatchShard, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import transformer_of
-from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
+from transformer_torch.weights import (
+    check_complete,
+    check_tie,
+    computed_with,
+    copy_in,
+    copy_out,
+    is_divided,
+    parameters,
+)
 
-DRAWING = Lock()  # serializes the use of PyTorch's default generator
+DRAWING = RLock()  # serializes the use of PyTorch's default generator
+TRAINING: list[nn.Module] = []  # models in a step: more than one only if a hook trains a different model
 MIXED_BFLOAT16 = True  # this backend supports bfloat16 computation with float32 weights
 
 
@@ -196,8 +205,10 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, the model is no longer in float32 or float64, or the embedding that is tied to
+                the output projection was replaced.
+            RuntimeError: If a hook calls this method during a training step of the same model.
         """
         settings, config = self.settings, transformer_of(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -224,8 +235,10 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, the model is no longer in float32 or float64, or the embedding that is tied to
+                the output projection was replaced.
+            RuntimeError: If a hook calls this method during a training step of the same model.
         """
         check_complete(transformer_of(self.model))
         named = parameters(transformer_of(self.model))
@@ -300,6 +313,8 @@ class Trainer:
     def _gradient(self, batch):
         """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
+        check_trainable(dtype_name(transformer_of(self.model)), settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_tie(transformer_of(self.model))
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if lost := [name for name, p in trained.items() if p not in known]:
@@ -342,21 +357,26 @@ def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iter
     """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
 
     Compiled code, fused kernels, and custom layers use PyTorch's default generator. This context seeds the generator
-    and restores its state afterwards, so steps of different trainers can't run at the same time.
+    and restores its state afterwards, so steps of different trainers can't run at the same time. A hook can train a
+    different model during a step.
     """
     transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)
     # torch.manual_seed would seed the generators of all devices.
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     with DRAWING:
+        if any(transformer is other for other in TRAINING):
+            raise RuntimeError("a hook must not start a training step of the model that is being trained")
         state = generator.get_state()
         generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         model.train()
         for stack in stacks:
             stack.activation_checkpointing = settings.activation_checkpointing
+        TRAINING.append(transformer)
         try:
             yield
         finally:
+            TRAINING.pop()
             for stack in stacks:
                 stack.activation_checkpointing = False
             model.eval()

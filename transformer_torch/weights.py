@@ -51,10 +51,19 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     Raises:
         ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
-            parameters.
+            parameters, or if a hook computes a weight before each forward pass.
     """
     check_complete(model, frozen=True)
-    return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
+    found = computed_with(model)
+    for name in found:
+        path, _, attribute = torch_path(name).rpartition(".")
+        layer = _layer(model, path)
+        if attribute in vars(layer) and layer._forward_pre_hooks:  # the attribute may be outdated
+            raise ValueError(
+                f"{name} must not be computed by a hook: call prune.remove, remove_weight_norm, or "
+                "remove_spectral_norm first, or use torch.nn.utils.parametrizations"
+            )
+    return {name: copy_out(name, weight) for name, weight in found.items()}
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
@@ -85,19 +94,39 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         frozen: True checks frozen parameters too.
 
     Raises:
-        ValueError: If a parameter has no canonical name, for example in an adapter, or if the embedding that is tied to
-            the output projection was replaced.
+        ValueError: If a parameter has no canonical name, such as an adapter's weight or a bias that the config doesn't
+            have, or if the embedding that is tied to the output projection was replaced.
     """
-    layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
-    named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
+    named = set[nn.Parameter]()
+    for name in parameter_shapes(model.config, model.part):
+        path, _, attribute = torch_path(name).rpartition(".")
+        for own, parameter in _layer(model, path).named_parameters():
+            # A weight may be computed from parametrizations.weight.original, weight_orig, or weight_g and weight_v.
+            if own.removeprefix("parametrizations.").startswith(attribute):
+                named.add(parameter)
     others = [path for path, p in model.named_parameters() if (frozen or p.requires_grad) and p not in named]
     if others:
         kind = "" if frozen else "trainable "
-        raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
-    output = None if model.part == "encoder" else _layer(model, "output_proj")
+        raise ValueError(
+            f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}, "
+            "and remove every bias and matrix that the config doesn't have"
+        )
+    check_tie(model)
+
+
+def check_tie(model: Any, *_: Any) -> None:
+    """Check that a tied output projection uses an embedding of the model. PyTorch calls this before ``state_dict``.
+
+    Otherwise, the matrix of the projection would be neither trained nor saved.
+
+    Raises:
+        ValueError: If the embedding that is tied to the output projection was replaced.
+    """
+    output = None if model.part == "encoder" else getattr(model.output_proj, "_orig_mod", model.output_proj)
     if isinstance(output, TiedProjection) and output.embedding not in model.modules():
         raise ValueError(
-            "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding"
+            "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding; "
+            "replace it with OutputProjection(config, model.target_embedding, dtype)"
         )
 
 
