@@ -170,6 +170,33 @@ def test_frozen_variables_are_rejected_by_the_trainer(port):
     assert len(changed) > 10
 
 
+def test_shared_parameters_are_rejected_by_the_trainer(port):
+    """If two names refer to one parameter, its gradient has no unique name. The weights can still be exported."""
+
+    def share_a_layer(model):
+        model.encoder.layers[1] = model.encoder.layers[0]
+
+    def tie_embeddings(model):
+        model.target_embedding.embedding = model.source_embedding.embedding
+
+    for change, first, second in (
+        (share_a_layer, r"encoder\.layers\.0\.(\S+)", r"encoder\.layers\.1\.\1"),
+        (tie_embeddings, r"source_embedding\.table", r"target_embedding\.table"),
+    ):
+        model = build(port, num_encoder_layers=2, tie_embeddings="none", target_vocab_size=37)
+        trainer = port.package.Trainer(model, SETTINGS)
+        change(model)
+        for call in (
+            lambda: port.package.gradients(model, *BATCH),  # noqa: B023
+            lambda: port.package.Trainer(model, SETTINGS),  # noqa: B023
+            trainer.export_state,
+        ):
+            with pytest.raises(ValueError, match=f"{first} and {second} are the same parameter, but the config does"):
+                call()
+        again = port.package.Transformer.from_weights(model.config, model.export_weights(), "float64")
+        np.testing.assert_allclose(again(SOURCE, TARGET), model(SOURCE, TARGET), rtol=1e-12)
+
+
 def test_missing_parameters_are_named_in_the_error(port):
     import jax.numpy as jnp
     from flax import nnx

@@ -101,8 +101,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a trainable parameter has no
-            canonical name.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, a trainable parameter has no
+            canonical name, or two canonical names refer to the same parameter.
     """
     check_model(model)
     check_layers(model)
@@ -140,7 +140,8 @@ class Trainer:
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, a trainable parameter has no canonical name, or another value is invalid.
+            divide the model, a trainable parameter has no canonical name, two canonical names refer to the same
+            parameter, or another value is invalid.
     """
 
     def __init__(
@@ -249,6 +250,10 @@ class Trainer:
         """Return a copy of the step number, the seed, and the moments.
 
         All later steps depend only on this state, the weights, and the settings.
+
+        Raises:
+            ValueError: If a layer was replaced with a different type of layer, a trainable parameter has no canonical
+                name, or two canonical names refer to the same parameter.
         """
         check_layers(self.model)
         names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order

@@ -68,12 +68,14 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
 
     Args:
         model: Model to check.
-        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer.
+        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer, and a parameter with two canonical names.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, or a trainable parameter has no canonical name.
+        ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, or two
+            canonical names refer to the same parameter.
     """
     named: set[int] = set()
+    first_names: dict[int, str] = {}
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # check the projection even if it is tied
         layer = find(model, path)
@@ -94,6 +96,11 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
             raise ValueError(
                 f"{name} must be an nnx.Param: got {type(found).__name__}; assign an nnx.Param, or train the other "
                 "parameters with nnx.grad and nnx.Optimizer"
+            )
+        if (first := first_names.setdefault(id(found), name)) != name and not adapters:
+            raise ValueError(
+                f"{first} and {name} are the same parameter, but the config does not tie them; assign a copy to one of "
+                "them, or train the model with nnx.grad and nnx.Optimizer"
             )
     leaves = nnx.iter_graph(model)
     others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
