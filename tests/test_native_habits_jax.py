@@ -197,6 +197,23 @@ def test_shared_parameters_are_rejected_by_the_trainer(port):
         np.testing.assert_allclose(again(SOURCE, TARGET), model(SOURCE, TARGET), rtol=1e-12)
 
 
+@pytest.mark.parametrize("tie", ["all", "target_output"])
+def test_model_that_lost_its_tie_is_rejected(port, tie):
+    """``jax.tree.map`` separates tied matrices, so a weight file with only one of them would be wrong."""
+    import jax
+    from flax import nnx
+
+    separated, replaced = jax.tree.map(lambda x: x, build(port, tie_embeddings=tie)), build(port, tie_embeddings=tie)
+    replaced.output_proj = nnx.Linear(24, replaced.config.target_vocab_size, rngs=nnx.Rngs(0))
+    owner = "source_embedding" if tie == "all" else "target_embedding"
+    for model in (separated, replaced):
+        for call in (model.export_weights, lambda: port.package.Trainer(model, SETTINGS)):  # noqa: B023
+            with pytest.raises(ValueError, match=f"output_proj must be tied to {owner}: got"):
+                call()
+    model = build(port, tie_embeddings=tie)
+    assert_same_bits(nnx.clone(model).export_weights(), model.export_weights())
+
+
 def test_missing_parameters_are_named_in_the_error(port):
     import jax.numpy as jnp
     from flax import nnx

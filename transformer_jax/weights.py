@@ -71,8 +71,8 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer, and a parameter with two canonical names.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, or two
-            canonical names refer to the same parameter.
+        ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, two
+            canonical names refer to the same parameter, or a tied output projection uses a different matrix.
     """
     named: set[int] = set()
     first_names: dict[int, str] = {}
@@ -102,6 +102,14 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
                 f"{first} and {name} are the same parameter, but the config does not tie them; assign a copy to one of "
                 "them, or train the model with nnx.grad and nnx.Optimizer"
             )
+    is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
+    owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
+    matrix = getattr(getattr(model.output_proj, "embedding", None), "embedding", None) if is_tied else None
+    if is_tied and matrix is not find(model, owner).embedding:
+        raise ValueError(
+            f"output_proj must be tied to {owner}: got a projection with a different matrix; restore the tie, and copy "
+            "models with nnx.clone, because jax.tree.map and jax.device_put separate tied matrices"
+        )
     leaves = nnx.iter_graph(model)
     others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
     if others:
