@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import random_weights, tiny_config
-from native_models import BATCH, LABELS, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
+from native_models import BATCH, LABELS, NO_DROPOUT, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
 
 import reference_numpy as ref
 
@@ -212,6 +212,22 @@ def test_model_that_lost_its_tie_is_rejected(port, tie):
                 call()
     model = build(port, tie_embeddings=tie)
     assert_same_bits(nnx.clone(model).export_weights(), model.export_weights())
+
+
+def test_own_attention_function_is_used_on_a_mesh(port):
+    from flax import nnx
+
+    def attend(query, *inputs):
+        return port.package.scaled_dot_product_attention(2 * query, *inputs)
+
+    found = []
+    for mesh in (None, port.package.make_mesh(ref.Plan())):
+        model = build(port, dropout=NO_DROPOUT)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, port.package.MultiHeadAttention):
+                module.attend = attend
+        found.append(port.package.Trainer(model, SETTINGS, mesh=mesh).train_step(*BATCH).loss)
+    np.testing.assert_allclose(*found, rtol=1e-12)
 
 
 def test_missing_parameters_are_named_in_the_error(port):
