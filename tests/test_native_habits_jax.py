@@ -146,6 +146,25 @@ def test_prefix_ids_accept_arrays_of_other_frameworks(port):
         np.testing.assert_array_equal(found.ids, expected.ids)
 
 
+def test_float64_model_is_not_rounded_to_float32(port):
+    """If x64 is off, JAX replaces float64 arrays with float32 arrays, in ``jax.device_put`` without a warning."""
+    import jax
+
+    model = build(port)
+    trainer = port.package.Trainer(model, SETTINGS)
+    weights, state = model.export_weights(), trainer.export_state()
+    with jax.enable_x64(False):
+        for call in (
+            lambda: port.package.set_weights(model, weights),
+            lambda: trainer.load_state(state),
+            lambda: port.package.Trainer(model, SETTINGS),
+        ):
+            with pytest.raises(RuntimeError, match=r"jax\.config\.update\('jax_enable_x64', True\)"):
+                call()
+    for arrays in (model.export_weights(), trainer.export_state().first_moment):
+        assert {array.dtype.name for array in arrays.values()} == {"float64"}
+
+
 # --- Modified parameters ---
 
 

@@ -56,6 +56,12 @@ def check_placement(dtype: Any, device: Any) -> None:
     to_device(device)
 
 
+def check_float64(dtype: str) -> None:
+    """Raise a RuntimeError if the dtype is float64 and JAX would replace it with float32."""
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise RuntimeError("float64 is disabled in JAX: call jax.config.update('jax_enable_x64', True)")
+
+
 def to_dtype(dtype: Any) -> str:
     """Return the name of a dtype, given a dtype of JAX or NumPy, or its name.
 

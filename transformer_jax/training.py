@@ -25,7 +25,7 @@ from transformer_jax.compilation import (
 )
 from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
-from transformer_jax.runtime import as_placed, to_ids, to_numpy
+from transformer_jax.runtime import as_placed, check_float64, to_ids, to_numpy
 from transformer_jax.transformer import Transformer, check_model
 from transformer_jax.weights import check_layers
 from transformer_spec.checks import (
@@ -142,6 +142,7 @@ class Trainer:
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
             divide the model, a trainable parameter has no canonical name, two canonical names refer to the same
             parameter, or another value is invalid.
+        RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Trainer:
         check_model(model)
         check_type("settings", settings, TrainingConfig)
         check_layers(model)
+        check_float64(model.source_embedding.embedding.dtype.name)
         check_trainable(model.source_embedding.embedding.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
@@ -270,7 +272,9 @@ class Trainer:
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
             ValueError: If the moments don't match the model's config or overflow its dtype.
+            RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
         """
+        check_float64(self.model.source_embedding.embedding.dtype.name)
         check_training_state(self.model.config, state, self.model.source_embedding.embedding.dtype.name)
         first, second = (
             {

@@ -15,7 +15,7 @@ from numpy import ndarray
 from transformer_jax.embedding import LearnedPosition, TokenEmbedding
 from transformer_jax.fast import FAST
 from transformer_jax.layers import LayerNorm
-from transformer_jax.runtime import to_numpy
+from transformer_jax.runtime import check_float64, to_numpy
 from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
@@ -33,11 +33,13 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
         ValueError: If the weights don't match the model's config or overflow its dtype.
+        RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
     check_weights(model.config, weights, part=model.part)
     for name in parameter_shapes(model.config, model.part):
         parameter = parameter_of(model, name)
         # JAX may alias a NumPy array permanently, so give it a separate copy.
+        check_float64(parameter.dtype.name)
         array = rounded(name, weights[name], parameter.dtype.name)
         parameter.set_value(_put(array, parameter.get_value()))
 
