@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import random_weights, tiny_config
+from conftest import assert_same_bits, random_weights, tiny_config
 from native_models import BATCH, LABELS, NO_DROPOUT, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
 
 import reference_numpy as ref
@@ -163,6 +163,16 @@ def test_float64_model_is_not_rounded_to_float32(port):
                 call()
     for arrays in (model.export_weights(), trainer.export_state().first_moment):
         assert {array.dtype.name for array in arrays.values()} == {"float64"}
+
+
+def test_overflowing_weight_leaves_the_model_unchanged(port):
+    model = build(port, "float32")
+    before = model.export_weights()
+    weights = {name: array.astype(np.float64) + 1 for name, array in before.items()}
+    weights[list(weights)[-1]].flat[0] = 1e300
+    with pytest.raises(ValueError, match="overflows float32"):
+        port.package.set_weights(model, weights)
+    assert_same_bits(model.export_weights(), before)
 
 
 # --- Modified parameters ---

@@ -36,12 +36,14 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
     check_weights(model.config, weights, part=model.part)
-    for name in parameter_shapes(model.config, model.part):
-        parameter = parameter_of(model, name)
-        # JAX may alias a NumPy array permanently, so give it a separate copy.
+    parameters = {name: parameter_of(model, name) for name in parameter_shapes(model.config, model.part)}
+    for parameter in parameters.values():
         check_float64(parameter.dtype.name)
-        array = rounded(name, weights[name], parameter.dtype.name)
-        parameter.set_value(_put(array, parameter.get_value()))
+    # Round all weights first, so that an error leaves the model unchanged. JAX may alias a NumPy array permanently, so
+    # give it a separate copy.
+    arrays = {name: rounded(name, weights[name], parameter.dtype.name) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.set_value(_put(arrays[name], parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
