@@ -175,6 +175,16 @@ def test_overflowing_weight_leaves_the_model_unchanged(port):
     assert_same_bits(model.export_weights(), before)
 
 
+def test_step_inside_jit_leaves_the_trainer_unchanged(port):
+    import jax
+
+    found, expected = (port.package.Trainer(build(port), SETTINGS) for _ in range(2))
+    with pytest.raises(TypeError, match=r"train_step must not be called inside jax\.jit"):
+        jax.jit(lambda source: found.train_step(source, TARGET, LABELS).loss)(SOURCE)
+    assert found.step == 0
+    assert found.train_step(*BATCH).loss == expected.train_step(*BATCH).loss
+
+
 # --- Modified parameters ---
 
 

@@ -191,7 +191,7 @@ class Trainer:
             Loss per target token before the update, number of target tokens, and gradient norm before clipping.
 
         Raises:
-            TypeError: If the IDs are not integers.
+            TypeError: If the IDs are not integers, or the method is called inside ``jax.jit``.
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
                 divide the batch size.
         """
@@ -203,9 +203,13 @@ class Trainer:
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
-        self.optimizer, parameters, result = self._compiled_step(
-            parameters_of(self.model), self.optimizer, batch, numbers
-        )
+        optimizer, parameters, result = self._compiled_step(parameters_of(self.model), self.optimizer, batch, numbers)
+        if isinstance(result[0], jax.core.Tracer):
+            raise TypeError(
+                "train_step must not be called inside jax.jit or a similar transformation, because it updates the "
+                "trainer. Call it outside, or train the model with nnx.grad and nnx.Optimizer"
+            )
+        self.optimizer = optimizer
         put_parameters(self.model, parameters)
         self.step += 1
         return StepResult(*result)
