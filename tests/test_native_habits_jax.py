@@ -185,6 +185,36 @@ def test_step_inside_jit_leaves_the_trainer_unchanged(port):
     assert found.train_step(*BATCH).loss == expected.train_step(*BATCH).loss
 
 
+def test_model_with_numpy_arrays_is_exported_and_trained(port):
+    """Flax restores a state as NumPy arrays if a checkpoint format, such as msgpack, has no JAX arrays."""
+    import jax
+    from flax import nnx
+
+    found, expected = build(port), build(port)
+    nnx.update(found, jax.device_get(nnx.state(found)))
+    assert_same_bits(found.export_weights(), expected.export_weights())
+    trainers = [port.package.Trainer(model, SETTINGS) for model in (found, expected)]
+    losses = [[float(trainer.train_step(*BATCH).loss) for _ in range(2)] for trainer in trainers]
+    assert losses[0] == losses[1]
+    nnx.update(found, jax.device_get(nnx.state(found)))
+    port.package.set_weights(found, expected.export_weights())
+    np.testing.assert_array_equal(found(SOURCE, TARGET), expected(SOURCE, TARGET))
+
+
+def test_model_cast_after_the_trainer_was_created_is_rejected(port):
+    trainer = port.package.Trainer(build(port, "float32"), SETTINGS)
+    cast(trainer.model, "bfloat16")
+    for call in (trainer.train_step, trainer.gradient):
+        with pytest.raises(ValueError, match="training requires float32 or float64 weights: got bfloat16"):
+            call(*BATCH)
+
+
+def test_loss_of_nested_lists_equals_loss_of_arrays(port):
+    logits = np.random.default_rng(0).normal(size=(2, 3, 37))
+    found, expected = (port.package.cross_entropy(x, LABELS, tiny_config()) for x in (logits.tolist(), logits))
+    assert found == expected
+
+
 # --- Modified parameters ---
 
 

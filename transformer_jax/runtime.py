@@ -155,7 +155,8 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
 
 def to_numpy(array: Array) -> np.ndarray:
     """Copy an array to the host. If it is sharded over several processes, all of them must call this function."""
-    return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
+    is_local = not isinstance(array, Array) or array.is_fully_addressable  # a model's state may contain NumPy arrays
+    return np.array(array) if is_local else process_allgather(array, tiled=True)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from transformer_jax.compilation import (
 )
 from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
-from transformer_jax.runtime import as_placed, check_float64, to_ids, to_numpy
+from transformer_jax.runtime import as_array, as_placed, check_float64, to_ids, to_numpy
 from transformer_jax.transformer import Transformer, check_model
 from transformer_jax.weights import check_layers
 from transformer_spec.checks import (
@@ -67,7 +67,7 @@ def cross_entropy(
         ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` and on a GPU,
             where values can't be checked, the loss of a label outside the vocabulary is NaN instead.
     """
-    labels = to_ids("labels", labels, config.target_vocab_size, None)
+    logits, labels = as_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
@@ -169,7 +169,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
         # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the second step.
-        parameters = place(parameters_of(model), shardings(model.config, mesh))
+        parameters = place(jax.tree.map(jnp.asarray, parameters_of(model)), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
         self.optimizer = Adam(first, second, settings)
@@ -192,8 +192,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers, or the method is called inside ``jax.jit``.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or the model is no longer in float32 or float64.
         """
         settings, config = self.settings, self.model.config
         batch, random_bits = self._take(source_ids, target_ids, labels)
@@ -226,8 +226,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or the model is no longer in float32 or float64.
         """
         batch, random_bits = self._take(source_ids, target_ids, labels)
         total, tokens, gradient = self._compiled_gradient(parameters_of(self.model), batch, random_bits)
@@ -294,6 +294,8 @@ class Trainer:
         """Check and return a batch, divided over the devices, and the random bits for its dropout."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
+        dtype = self.model.source_embedding.embedding.dtype.name  # the model may have been cast
+        check_trainable(dtype, self.settings.mixed_bfloat16, MIXED_BFLOAT16)
         check_accumulation(micro_batches, len(batch[0]))
         return divide(self, batch, micro_batches), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
 

@@ -133,7 +133,7 @@ def _merged(model, name):
 
 def _put(array, old):
     """Move the array to the device of the old array. If the old array is committed, commit the new array."""
-    if isinstance(old, jax.ShapeDtypeStruct):
+    if not isinstance(old, jax.Array):  # a shape, or a NumPy array in a restored state
         return jax.device_put(array)
     if old.committed:
         return jax.device_put(array, old.sharding)
