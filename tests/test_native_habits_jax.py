@@ -299,6 +299,16 @@ def test_own_attention_function_is_used_on_a_mesh(port):
     np.testing.assert_allclose(*found, rtol=1e-12)
 
 
+def test_bias_that_the_config_lacks_is_rejected(port):
+    from flax import nnx
+
+    model = build(port, attention_bias=False)
+    model.encoder.layers[0].self_attention.query_proj.bias = nnx.Param(np.ones(24))
+    for call in (model.export_weights, lambda: port.package.Trainer(model, SETTINGS)):
+        with pytest.raises(ValueError, match=r"must have canonical names: got encoder\..*query_proj\.bias; "):
+            call()
+
+
 def test_missing_parameters_are_named_in_the_error(port):
     import jax.numpy as jnp
     from flax import nnx

@@ -78,7 +78,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, two
             canonical names refer to the same parameter, or a tied output projection uses a different matrix.
     """
-    named: set[int] = set()
+    adapted: set[int] = set()  # parameters of adapters
     first_names: dict[int, str] = {}
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # check the projection even if it is tied
@@ -94,7 +94,8 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
                 f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
                 "the original layer, and put the original layer back"
             )
-        named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
+        if is_adapter:
+            adapted |= {id(leaf) for _, leaf in nnx.iter_graph(layer.lora)}
     for name in parameter_shapes(model.config, model.part):
         if not isinstance(found := parameter_of(model, name), nnx.Variable if adapters else nnx.Param):
             raise ValueError(
@@ -114,6 +115,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
             f"output_proj must be tied to {owner}: got a projection with a different matrix; restore the tie, and copy "
             "models with nnx.clone, because jax.tree.map and jax.device_put separate tied matrices"
         )
+    named = adapted | first_names.keys()
     leaves = nnx.iter_graph(model)
     others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
     if others:
