@@ -113,6 +113,14 @@ def test_jax_cache_can_be_passed_through_jit(port):
 
 
 @pytest.mark.only("jax")
+def test_jax_donated_cache_leaves_the_model_unchanged(port):
+    model = build(port, position_encoding="learned")
+    cache = model.init_cache(SOURCE, model.config.max_length)
+    assert cache.positions is not model.target_position.embedding.get_value()
+    cache.positions.delete()  # as donation does
+    assert model(SOURCE, TARGET).shape[:2] == TARGET.shape
+
+
 def test_jax_reorders_a_cache(port):
     rng, rows = np.random.default_rng(0), np.array([2, 2, 0, 3])
     before = [rng.normal(size=(4, 2, 7, width)) for width in (3, 5)]

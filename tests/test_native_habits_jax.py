@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import random_weights, tiny_config
-from native_models import BATCH, LABELS, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
+from conftest import assert_same_bits, random_weights, tiny_config
+from native_models import BATCH, LABELS, NO_DROPOUT, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
 
 import reference_numpy as ref
 
@@ -146,6 +146,75 @@ def test_prefix_ids_accept_arrays_of_other_frameworks(port):
         np.testing.assert_array_equal(found.ids, expected.ids)
 
 
+def test_float64_model_is_not_rounded_to_float32(port):
+    """If x64 is off, JAX replaces float64 arrays with float32 arrays, in ``jax.device_put`` without a warning."""
+    import jax
+
+    model = build(port)
+    trainer = port.package.Trainer(model, SETTINGS)
+    weights, state = model.export_weights(), trainer.export_state()
+    with jax.enable_x64(False):
+        for call in (
+            lambda: port.package.set_weights(model, weights),
+            lambda: trainer.load_state(state),
+            lambda: port.package.Trainer(model, SETTINGS),
+        ):
+            with pytest.raises(RuntimeError, match=r"jax\.config\.update\('jax_enable_x64', True\)"):
+                call()
+    for arrays in (model.export_weights(), trainer.export_state().first_moment):
+        assert {array.dtype.name for array in arrays.values()} == {"float64"}
+
+
+def test_overflowing_weight_leaves_the_model_unchanged(port):
+    model = build(port, "float32")
+    before = model.export_weights()
+    weights = {name: array.astype(np.float64) + 1 for name, array in before.items()}
+    weights[list(weights)[-1]].flat[0] = 1e300
+    with pytest.raises(ValueError, match="overflows float32"):
+        port.package.set_weights(model, weights)
+    assert_same_bits(model.export_weights(), before)
+
+
+def test_step_inside_jit_leaves_the_trainer_unchanged(port):
+    import jax
+
+    found, expected = (port.package.Trainer(build(port), SETTINGS) for _ in range(2))
+    with pytest.raises(TypeError, match=r"train_step must not be called inside jax\.jit"):
+        jax.jit(lambda source: found.train_step(source, TARGET, LABELS).loss)(SOURCE)
+    assert found.step == 0
+    assert found.train_step(*BATCH).loss == expected.train_step(*BATCH).loss
+
+
+def test_model_with_numpy_arrays_is_exported_and_trained(port):
+    """Flax restores a state as NumPy arrays if a checkpoint format, such as msgpack, has no JAX arrays."""
+    import jax
+    from flax import nnx
+
+    found, expected = build(port), build(port)
+    nnx.update(found, jax.device_get(nnx.state(found)))
+    assert_same_bits(found.export_weights(), expected.export_weights())
+    trainers = [port.package.Trainer(model, SETTINGS) for model in (found, expected)]
+    losses = [[float(trainer.train_step(*BATCH).loss) for _ in range(2)] for trainer in trainers]
+    assert losses[0] == losses[1]
+    nnx.update(found, jax.device_get(nnx.state(found)))
+    port.package.set_weights(found, expected.export_weights())
+    np.testing.assert_array_equal(found(SOURCE, TARGET), expected(SOURCE, TARGET))
+
+
+def test_model_cast_after_the_trainer_was_created_is_rejected(port):
+    trainer = port.package.Trainer(build(port, "float32"), SETTINGS)
+    cast(trainer.model, "bfloat16")
+    for call in (trainer.train_step, trainer.gradient):
+        with pytest.raises(ValueError, match="training requires float32 or float64 weights: got bfloat16"):
+            call(*BATCH)
+
+
+def test_loss_of_nested_lists_equals_loss_of_arrays(port):
+    logits = np.random.default_rng(0).normal(size=(2, 3, 37))
+    found, expected = (port.package.cross_entropy(x, LABELS, tiny_config()) for x in (logits.tolist(), logits))
+    assert found == expected
+
+
 # --- Modified parameters ---
 
 
@@ -168,6 +237,76 @@ def test_frozen_variables_are_rejected_by_the_trainer(port):
     changed = [name for name in after if (after[name] != before[name]).any()]
     assert KERNEL not in changed
     assert len(changed) > 10
+
+
+def test_shared_parameters_are_rejected_by_the_trainer(port):
+    """If two names refer to one parameter, its gradient has no unique name. The weights can still be exported."""
+
+    def share_a_layer(model):
+        model.encoder.layers[1] = model.encoder.layers[0]
+
+    def tie_embeddings(model):
+        model.target_embedding.embedding = model.source_embedding.embedding
+
+    for change, first, second in (
+        (share_a_layer, r"encoder\.layers\.0\.(\S+)", r"encoder\.layers\.1\.\1"),
+        (tie_embeddings, r"source_embedding\.table", r"target_embedding\.table"),
+    ):
+        model = build(port, num_encoder_layers=2, tie_embeddings="none", target_vocab_size=37)
+        trainer = port.package.Trainer(model, SETTINGS)
+        change(model)
+        for call in (
+            lambda: port.package.gradients(model, *BATCH),  # noqa: B023
+            lambda: port.package.Trainer(model, SETTINGS),  # noqa: B023
+            trainer.export_state,
+        ):
+            with pytest.raises(ValueError, match=f"{first} and {second} are the same parameter, but the config does"):
+                call()
+        again = port.package.Transformer.from_weights(model.config, model.export_weights(), "float64")
+        np.testing.assert_allclose(again(SOURCE, TARGET), model(SOURCE, TARGET), rtol=1e-12)
+
+
+@pytest.mark.parametrize("tie", ["all", "target_output"])
+def test_model_that_lost_its_tie_is_rejected(port, tie):
+    """``jax.tree.map`` separates tied matrices, so a weight file with only one of them would be wrong."""
+    import jax
+    from flax import nnx
+
+    separated, replaced = jax.tree.map(lambda x: x, build(port, tie_embeddings=tie)), build(port, tie_embeddings=tie)
+    replaced.output_proj = nnx.Linear(24, replaced.config.target_vocab_size, rngs=nnx.Rngs(0))
+    owner = "source_embedding" if tie == "all" else "target_embedding"
+    for model in (separated, replaced):
+        for call in (model.export_weights, lambda: port.package.Trainer(model, SETTINGS)):  # noqa: B023
+            with pytest.raises(ValueError, match=f"output_proj must be tied to {owner}: got"):
+                call()
+    model = build(port, tie_embeddings=tie)
+    assert_same_bits(nnx.clone(model).export_weights(), model.export_weights())
+
+
+def test_own_attention_function_is_used_on_a_mesh(port):
+    from flax import nnx
+
+    def attend(query, *inputs):
+        return port.package.scaled_dot_product_attention(2 * query, *inputs)
+
+    found = []
+    for mesh in (None, port.package.make_mesh(ref.Plan())):
+        model = build(port, dropout=NO_DROPOUT)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, port.package.MultiHeadAttention):
+                module.attend = attend
+        found.append(port.package.Trainer(model, SETTINGS, mesh=mesh).train_step(*BATCH).loss)
+    np.testing.assert_allclose(*found, rtol=1e-12)
+
+
+def test_bias_that_the_config_lacks_is_rejected(port):
+    from flax import nnx
+
+    model = build(port, attention_bias=False)
+    model.encoder.layers[0].self_attention.query_proj.bias = nnx.Param(np.ones(24))
+    for call in (model.export_weights, lambda: port.package.Trainer(model, SETTINGS)):
+        with pytest.raises(ValueError, match=r"must have canonical names: got encoder\..*query_proj\.bias; "):
+            call()
 
 
 def test_missing_parameters_are_named_in_the_error(port):

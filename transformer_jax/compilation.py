@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from numpy import ndarray
 
 from transformer_jax.attention import MultiHeadAttention, scaled_dot_product_attention
+from transformer_jax.fast import attend_by_blocks
 from transformer_jax.optimizer import Adam, Arrays
 from transformer_jax.parallel import constrain, shardings
 from transformer_jax.runtime import compiler_options, quick_compilation
@@ -99,7 +100,7 @@ class Structure:
         put_parameters(model, constrain(parameters, self.mesh, gathered=True))
         if self.mesh is not None:  # blocks process heads one by one, but a mesh may shard them
             for _, module in nnx.iter_modules(model):
-                if isinstance(module, MultiHeadAttention):
+                if isinstance(module, MultiHeadAttention) and module.attend is attend_by_blocks:
                     module.attend = scaled_dot_product_attention
         model.eval()
         return model

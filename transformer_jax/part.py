@@ -18,7 +18,17 @@ from transformer_jax.encoder import EncoderStack
 from transformer_jax.fast import accelerate, same_keys
 from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
-from transformer_jax.runtime import PRECISIONS, as_array, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
+from transformer_jax.runtime import (
+    PRECISIONS,
+    as_array,
+    check_float64,
+    to_device,
+    to_dtype,
+    to_ids,
+    to_mask,
+    to_memory,
+    to_rngs,
+)
 from transformer_jax.weights import get_weights, set_weights
 from transformer_spec.checks import check_capacity, check_choice, check_given, check_next_ids, check_type
 from transformer_spec.config import TransformerConfig
@@ -48,8 +58,7 @@ class Part(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: Any = "float32", *, fast: bool = True, rngs: Any) -> None:
         check_type("config", config, TransformerConfig)
         dtype, rngs = to_dtype(dtype), to_rngs(rngs)
-        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            raise RuntimeError("float64 is disabled in JAX; call jax.config.update('jax_enable_x64', True)")
+        check_float64(dtype)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config

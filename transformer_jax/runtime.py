@@ -56,6 +56,12 @@ def check_placement(dtype: Any, device: Any) -> None:
     to_device(device)
 
 
+def check_float64(dtype: str) -> None:
+    """Raise a RuntimeError if the dtype is float64 and JAX would replace it with float32."""
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise RuntimeError("float64 is disabled in JAX; call jax.config.update('jax_enable_x64', True)")
+
+
 def to_dtype(dtype: Any) -> str:
     """Return the name of a dtype, given a dtype of JAX or NumPy, or its name.
 
@@ -149,7 +155,8 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
 
 def to_numpy(array: Array) -> np.ndarray:
     """Copy an array to the host. If it is sharded over several processes, all of them must call this function."""
-    return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
+    is_local = not isinstance(array, Array) or array.is_fully_addressable  # a model's state may contain NumPy arrays
+    return np.array(array) if is_local else process_allgather(array, tiled=True)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from transformer_jax.compilation import (
 )
 from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
-from transformer_jax.runtime import as_placed, to_ids, to_numpy
+from transformer_jax.runtime import as_array, as_placed, check_float64, to_ids, to_numpy
 from transformer_jax.transformer import Transformer, check_model
 from transformer_jax.weights import check_layers
 from transformer_spec.checks import (
@@ -67,7 +67,7 @@ def cross_entropy(
         ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` and on a GPU,
             where values can't be checked, the loss of a label outside the vocabulary is NaN instead.
     """
-    labels = to_ids("labels", labels, config.target_vocab_size, None)
+    logits, labels = as_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
@@ -101,8 +101,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a trainable parameter has no
-            canonical name.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, a trainable parameter has no
+            canonical name, or two canonical names refer to the same parameter.
     """
     check_model(model)
     check_layers(model)
@@ -140,7 +140,9 @@ class Trainer:
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
         ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, a trainable parameter has no canonical name, or another value is invalid.
+            divide the model, a trainable parameter has no canonical name, two canonical names refer to the same
+            parameter, or another value is invalid.
+        RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Trainer:
         check_model(model)
         check_type("settings", settings, TrainingConfig)
         check_layers(model)
+        check_float64(model.source_embedding.embedding.dtype.name)
         check_trainable(model.source_embedding.embedding.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
@@ -166,7 +169,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
         # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the second step.
-        parameters = place(parameters_of(model), shardings(model.config, mesh))
+        parameters = place(jax.tree.map(jnp.asarray, parameters_of(model)), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
         self.optimizer = Adam(first, second, settings)
@@ -188,9 +191,9 @@ class Trainer:
             Loss per target token before the update, number of target tokens, and gradient norm before clipping.
 
         Raises:
-            TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            TypeError: If the IDs are not integers, or the method is called inside ``jax.jit``.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or the model is no longer in float32 or float64.
         """
         settings, config = self.settings, self.model.config
         batch, random_bits = self._take(source_ids, target_ids, labels)
@@ -200,9 +203,13 @@ class Trainer:
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
-        self.optimizer, parameters, result = self._compiled_step(
-            parameters_of(self.model), self.optimizer, batch, numbers
-        )
+        optimizer, parameters, result = self._compiled_step(parameters_of(self.model), self.optimizer, batch, numbers)
+        if isinstance(result[0], jax.core.Tracer):
+            raise TypeError(
+                "train_step must not be called inside jax.jit or a similar transformation, because it updates the "
+                "trainer. Call it outside, or train the model with nnx.grad and nnx.Optimizer"
+            )
+        self.optimizer = optimizer
         put_parameters(self.model, parameters)
         self.step += 1
         return StepResult(*result)
@@ -219,8 +226,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or the model is no longer in float32 or float64.
         """
         batch, random_bits = self._take(source_ids, target_ids, labels)
         total, tokens, gradient = self._compiled_gradient(parameters_of(self.model), batch, random_bits)
@@ -249,6 +256,10 @@ class Trainer:
         """Return a copy of the step number, the seed, and the moments.
 
         All later steps depend only on this state, the weights, and the settings.
+
+        Raises:
+            ValueError: If a layer was replaced with a different type of layer, a trainable parameter has no canonical
+                name, or two canonical names refer to the same parameter.
         """
         check_layers(self.model)
         names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order
@@ -265,7 +276,9 @@ class Trainer:
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
             ValueError: If the moments don't match the model's config or overflow its dtype.
+            RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
         """
+        check_float64(self.model.source_embedding.embedding.dtype.name)
         check_training_state(self.model.config, state, self.model.source_embedding.embedding.dtype.name)
         first, second = (
             {
@@ -281,6 +294,8 @@ class Trainer:
         """Check and return a batch, divided over the devices, and the random bits for its dropout."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
+        dtype = self.model.source_embedding.embedding.dtype.name  # the model may have been cast
+        check_trainable(dtype, self.settings.mixed_bfloat16, MIXED_BFLOAT16)
         check_accumulation(micro_batches, len(batch[0]))
         return divide(self, batch, micro_batches), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
 

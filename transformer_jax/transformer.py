@@ -181,7 +181,8 @@ class Decoder(Part):
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
-        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        # Copy the vectors, because a donated cache must not contain the array of a parameter.
+        positions = jnp.array(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     @as_placed

@@ -15,7 +15,7 @@ from numpy import ndarray
 from transformer_jax.embedding import LearnedPosition, TokenEmbedding
 from transformer_jax.fast import FAST
 from transformer_jax.layers import LayerNorm
-from transformer_jax.runtime import to_numpy
+from transformer_jax.runtime import check_float64, to_numpy
 from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
@@ -33,13 +33,17 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
         ValueError: If the weights don't match the model's config or overflow its dtype.
+        RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
     check_weights(model.config, weights, part=model.part)
-    for name in parameter_shapes(model.config, model.part):
-        parameter = parameter_of(model, name)
-        # JAX may alias a NumPy array permanently, so give it a separate copy.
-        array = rounded(name, weights[name], parameter.dtype.name)
-        parameter.set_value(_put(array, parameter.get_value()))
+    parameters = {name: parameter_of(model, name) for name in parameter_shapes(model.config, model.part)}
+    for parameter in parameters.values():
+        check_float64(parameter.dtype.name)
+    # Round all weights first, so that an error leaves the model unchanged. JAX may alias a NumPy array permanently, so
+    # give it a separate copy.
+    arrays = {name: rounded(name, weights[name], parameter.dtype.name) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.set_value(_put(arrays[name], parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
@@ -68,12 +72,14 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
 
     Args:
         model: Model to check.
-        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer.
+        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer, and a parameter with two canonical names.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, or a trainable parameter has no canonical name.
+        ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, two
+            canonical names refer to the same parameter, or a tied output projection uses a different matrix.
     """
-    named: set[int] = set()
+    adapted: set[int] = set()  # parameters of adapters
+    first_names: dict[int, str] = {}
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # check the projection even if it is tied
         layer = find(model, path)
@@ -88,13 +94,28 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
                 f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
                 "the original layer, and put the original layer back"
             )
-        named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
+        if is_adapter:
+            adapted |= {id(leaf) for _, leaf in nnx.iter_graph(layer.lora)}
     for name in parameter_shapes(model.config, model.part):
         if not isinstance(found := parameter_of(model, name), nnx.Variable if adapters else nnx.Param):
             raise ValueError(
                 f"{name} must be an nnx.Param: got {type(found).__name__}; assign an nnx.Param, or train the other "
                 "parameters with nnx.grad and nnx.Optimizer"
             )
+        if (first := first_names.setdefault(id(found), name)) != name and not adapters:
+            raise ValueError(
+                f"{first} and {name} are the same parameter, but the config does not tie them; assign a copy to one of "
+                "them, or train the model with nnx.grad and nnx.Optimizer"
+            )
+    is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
+    owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
+    matrix = getattr(getattr(model.output_proj, "embedding", None), "embedding", None) if is_tied else None
+    if is_tied and matrix is not find(model, owner).embedding:
+        raise ValueError(
+            f"output_proj must be tied to {owner}: got a projection with a different matrix; restore the tie, and copy "
+            "models with nnx.clone, because jax.tree.map and jax.device_put separate tied matrices"
+        )
+    named = adapted | first_names.keys()
     leaves = nnx.iter_graph(model)
     others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
     if others:
@@ -114,7 +135,7 @@ def _merged(model, name):
 
 def _put(array, old):
     """Move the array to the device of the old array. If the old array is committed, commit the new array."""
-    if isinstance(old, jax.ShapeDtypeStruct):
+    if not isinstance(old, jax.Array):  # a shape, or a NumPy array in a restored state
         return jax.device_put(array)
     if old.committed:
         return jax.device_put(array, old.sharding)
