@@ -108,7 +108,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     what.add_argument(
         "--task",
         choices=["dates"],
-        help="train on generated dates (task: convert human-readable dates to ISO 8601)",
+        help="train on generated dates; the model learns to convert human-readable dates to ISO 8601",
     )
     what.add_argument(
         "--text",
@@ -121,11 +121,17 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         "--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="validate on these two text files"
     )
     what.add_argument(
-        "--resume", type=Path, metavar="RUN", help="resume from the last checkpoint in a run directory, or from a file"
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="resume from the last checkpoint in this run directory, or from this checkpoint file",
     )
     add_backends(parser, None, FALLBACK_HELP)
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the run to this directory (default: runs/TASK-BACKEND)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the run to this directory (default: the directory of the resumed run, otherwise runs/TASK-BACKEND)",
     )
 
     length = parser.add_argument_group("length")
@@ -154,7 +160,8 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         default=[],
         dest="fields",
         metavar="FIELD=VALUE",
-        help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; see below",
+        help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; the fields are "
+        "listed below",
     )
     model.add_argument(
         "--seed", type=int, metavar="N", help="set the seed for the weights, batches, and dropout (default: 0)"
@@ -164,22 +171,23 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     machine.add_argument(
         "--dtype",
         choices=["float64", "float32"],
-        help="store the weights in this dtype (default: float32, or the dtype of the resumed run)",
+        help="store the weights in this dtype (default: the dtype of the resumed run, otherwise float32)",
     )
     add_machine(machine)
     machine.add_argument(
         "--parallel",
         type=parallel_plan,
         metavar="PLAN",
-        help="divide each step among multiple devices, such as data=2,fsdp=2,tensor=2. data copies the model, fsdp "
-        "shards each parameter, and tensor shards the heads and the feed-forward network (default: one device)",
+        help="divide each step among multiple devices, for example with data=2,fsdp=2,tensor=2. data replicates the "
+        "model, fsdp shards each parameter, and tensor shards the heads and the feed-forward network (default: one "
+        "device)",
     )
     machine.add_argument(
         "--processes",
         type=positive,
         metavar="N",
-        help="run N processes on this machine and divide the devices among them (default: one process per device in "
-        "torch, otherwise one process)",
+        help="run N processes on this machine and divide the devices among these processes (default: one process per "
+        "device for torch, otherwise one process)",
     )
     return parser
 
