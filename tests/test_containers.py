@@ -144,16 +144,20 @@ def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
         "without compression",
     )
     add("a TorchScript program", archive(new("bin"), good, **{"code/model.py": b""}), "TorchScript")
-    add("big-endian", archive(new("bin"), good, byteorder=b"big"), "little-endian")
+    add("big-endian", archive(new("bin"), good, byteorder=b"big"), "was written on a big-endian machine")
     with pytest.warns(UserWarning, match="Duplicate"):
-        add("members of one name", archive(new("bin"), good, **{"data.pkl": good}), "with distinct names")
+        add(
+            "members of one name",
+            archive(new("bin"), good, **{"data.pkl": good}),
+            "multiple members of model.bin have the same name",
+        )
     whole = archive(new("bin"), good).read_bytes()
     add("a file cut short", new("bin"), "not written by torch.save").write_bytes(whole[:-40])
     add("an empty file", new("bin"), "not written by torch.save").write_bytes(b"")
     moved = bytearray(archive(new("bin"), good, bytes(160)).read_bytes())
     at = moved.rindex(b"PK\1\2")  # bytes 42 to 45 of the last member's entry contain its offset
     moved[at + 42 : at + 46] = struct.pack("<I", 7)
-    add("a member somewhere else", new("bin"), "the offset of").write_bytes(moved)
+    add("a member somewhere else", new("bin"), "contains a wrong offset for").write_bytes(moved)
 
     machine = pickle.dumps({"little_endian": True}, 2)
     front = pickles.LEGACY_START + pickle.dumps(1001, 2) + machine

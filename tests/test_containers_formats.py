@@ -119,8 +119,12 @@ def claim(shape, held=64) -> bytes:
 
 
 NPZ_ATTACKS = {
-    "objects": ({"W.npy": npy(np.array([Runs()], dtype=object))}, zipfile.ZIP_STORED, "W.npy must contain numbers"),
-    "text": ({"W.npy": npy(np.array(["a"]))}, zipfile.ZIP_STORED, "W.npy must contain numbers"),
+    "objects": (
+        {"W.npy": npy(np.array([Runs()], dtype=object))},
+        zipfile.ZIP_STORED,
+        "expected W.npy to contain numbers",
+    ),
+    "text": ({"W.npy": npy(np.array(["a"]))}, zipfile.ZIP_STORED, "expected W.npy to contain numbers"),
     "4 TiB": ({"W.npy": claim((2**40,))}, zipfile.ZIP_STORED, "expected 4,398,046,511,104 bytes"),
     "overflow": ({"W.npy": claim((2**62, 2**62))}, zipfile.ZIP_STORED, "bytes in W.npy"),
     "negative": ({"W.npy": claim((-1, -16))}, zipfile.ZIP_STORED, "negative"),
@@ -236,8 +240,8 @@ def named_type(h5, secret):
 
 HDF5_ATTACKS = {
     external_storage: "W uses external or virtual storage",
-    external_link: "W is a link (ExternalLink)",
-    soft_link: "W is a link (SoftLink)",
+    external_link: r"W is a link \(ExternalLink\)",
+    soft_link: r"W is a link \(SoftLink\)",
     virtual: "W uses external or virtual storage",
     claim_of_terabytes: "expected 4,398,046,511,104 bytes",
     compressed: "W has a chunked layout",

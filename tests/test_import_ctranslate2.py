@@ -149,7 +149,7 @@ def test_unsupported_models_are_rejected(change, message, tmp_path):
 def test_invalid_ctranslate2_vocabularies_are_rejected(tmp_path):
     ctranslate2.write(build(), tmp_path)
     (tmp_path / "target_vocabulary.json").write_text('["a", "b"]')
-    with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
+    with pytest.raises(ValueError, match=r"target_vocabulary.json must be a JSON list of 37 strings"):
         read(tmp_path)
     (tmp_path / "target_vocabulary.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"target_vocabulary.json is not valid JSON"):

@@ -290,6 +290,6 @@ def test_fairseq_ids_follow_the_lines_of_the_dictionaries(tmp_path):
     ):
         fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))
     vocab[1].write_text("w1 1\nw2\n")
-    with pytest.raises(ValueError, match=r"dict\.de\.txt: line 2 must be `symbol count`: got 'w2'"):
+    with pytest.raises(ValueError, match=r"line 2 of dict\.de\.txt must be `symbol count`: got 'w2'"):
         fairseq.read(path, ReadOptions(vocab=vocab))
     assert import_checkpoint(path).notes[-1].endswith("--vocab dict.en.txt dict.de.txt bpe.codes")

@@ -350,7 +350,7 @@ def overlapping(path, count=3000):
 @pytest.mark.parametrize(
     ("write", "name", "message"),
     [
-        (many_names, "model.safetensors", "must have at most 4,194,304 bytes: got 23,"),
+        (many_names, "model.safetensors", "at most 4,194,304 bytes, got 23,"),
         (many_members, "model.npz", "expected at most 10,000 members, got 30,000"),
         (overlapping, "model.npz", "bytes of unpacked data"),
         (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),

@@ -269,8 +269,8 @@ def same(state):
     [
         ({}, same, "model.pt does not contain num_heads"),
         ({"num_heads": 5}, same, "num_heads must divide d_model"),
-        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} must contain"),
-        ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"{BIAS} must have shape"),
+        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} does not contain the sinusoids"),
+        ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"for {BIAS}, got"),
         ({"num_heads": 3}, lambda s: {**s, "extra": torch.ones(2)}, r"unexpected extra \[2\]"),
         (
             {"num_heads": 3},

@@ -83,7 +83,7 @@ def test_unknown_command_is_rejected(capsys):
         ("bench forward --rouds=3", "unrecognized arguments: --rouds=3; did you mean --rounds?"),
         ("translate --qqq x", "unrecognized arguments: --qqq; `parity translate --help` lists the options"),
         ("info one two", "unrecognized arguments: two"),
-        ("qqq", "there is no command 'qqq': `parity` lists the commands"),
+        ("qqq", "there is no command 'qqq'; `parity` lists the commands"),
     ],
 )
 def test_unknown_argument_suggests_a_known_one(line, says, capsys):

@@ -74,8 +74,8 @@ def test_tensor_mismatches_are_reported_with_format_names():
         take(table, tensors, config, ignored=("scheduler.*",))
     d_model, source, target = config.d_model, config.source_vocab_size, config.target_vocab_size
     assert f"missing model.encoder.embed_tokens.weight [{source}, {d_model}]" in str(error.value)
-    assert f"lm_head.weight must have shape [{target}, {d_model}]: got [{d_model}, {target}]" in str(error.value)
-    assert "final_logits_bias must be one of float64, float32, float16, bfloat16: got int32" in str(error.value)
+    assert f"expected shape [{target}, {d_model}] for lm_head.weight, got [{d_model}, {target}]" in str(error.value)
+    assert "expected float64 or float32 or float16 or bfloat16 for final_logits_bias, got int32" in str(error.value)
     assert "unexpected optimizer.step [3]" in str(error.value)
 
 

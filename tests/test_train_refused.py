@@ -111,10 +111,13 @@ REFUSED = {
     "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
     "unknown field": (
         ["--task", "dates", "--set", "depth=3"],
-        "; choose from accumulation_steps, activation, ",
+        "unknown --set field depth; choose from accumulation_steps, activation, ",
     ),
-    "a field of the corpus": (["--task", "dates", "--set", "source_vocab_size=3"], "got source_vocab_size"),
-    "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),
+    "a field of the corpus": (
+        ["--task", "dates", "--set", "source_vocab_size=3"],
+        "unknown --set field source_vocab_size; ",
+    ),
+    "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "unknown --set field total_steps; "),
     "fewer checkpoints than averaged": (
         ["--task", "dates", "--set", "keep=1", "average=2"],
         "keep must be at least 2, the value of average: got 1",
@@ -278,7 +281,7 @@ def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, chec
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} must be a regular file" in capfd.readouterr().err
+    assert f"the run's text file {other} must be a regular file" in capfd.readouterr().err
 
 
 def test_damaged_checkpoint_is_rejected_with_the_reason(finished, tmp_path, capfd):

@@ -211,7 +211,8 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help=f"also plot the times as bars, or as lines with --scale; FILE must end in {' or '.join(FORMATS)}",
+        help=f"also plot the times as bars, or as lines with --scale; the name of FILE must end in "
+        f".{' or .'.join(FORMATS)}",
     )
 
 

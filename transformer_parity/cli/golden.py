@@ -181,8 +181,8 @@ examples:
   parity compare truth mine --json result.json
 
 The command reruns the NumPy reference on A's weights and inputs and compares both directories with the reference's
-results. If B lacks a result, the command reports a skipped result if B's manifest declares the omission, and a failure
-otherwise. B must contain at least half of the cases in every stage.
+results. For each result that is missing from B, the command reports a skipped result if B's manifest declares the
+omission, and a failure otherwise. B must contain at least half of the cases in every stage.
 
 docs/reference/golden-vectors.md describes the file format.
 

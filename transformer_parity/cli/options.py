@@ -88,7 +88,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         action=one_or_more(PORTS),
         default=default,
         metavar="NAME[,NAME]",
-        help=f"select the packages to run, as a comma-separated list from {', '.join(PORTS)} (default: {usual})",
+        help=f"use these backends, given as a comma-separated list of {', '.join(PORTS)} (default: {usual})",
     )
 
 

@@ -32,12 +32,12 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "dropout rate, or an object with one rate per site",
+    "dropout": "dropout rate, or a JSON object with one rate per site",
     "tokens_per_batch": "batch size in tokens, including padding",
-    "learning_rate_factor": "multiplier of the learning rate in equation (3)",
+    "learning_rate_factor": "multiplier of the learning rate in the paper's equation (3)",
     "warmup_steps": "steps during which the learning rate increases",
     "cooldown_steps": "final steps during which the learning rate falls to 0",
-    "average": "number of final checkpoints to average",
+    "average": "number of checkpoints, counted from the last, to average for the final weights",
 }
 OTHER_FIELDS = {
     "keep": "number of checkpoints to keep (default: the value of average)",
@@ -205,4 +205,6 @@ def _fields() -> str:
     said = {name: _default(what, name) for name, what in WITH_DEFAULTS.items()} | OTHER_FIELDS
     lines = [f"  {name:26} {what}" for name, what in said.items()]
     others = ", ".join(name for name in (*MODEL_FIELDS, *TRAINING_FIELDS) if name not in said)
-    return "\n".join([*lines, *textwrap.wrap(f"also {others}", 118, initial_indent="  ", subsequent_indent="  ")])
+    return "\n".join(
+        [*lines, *textwrap.wrap(f"other fields: {others}", 118, initial_indent="  ", subsequent_indent="  ")]
+    )

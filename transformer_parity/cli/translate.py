@@ -107,7 +107,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "file", nargs="?", type=Path, metavar="FILE", help="translate this file (default: standard input)"
     )
-    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare, all four")
+    add_backends(parser, None, f"all four for --compare, otherwise {FALLBACK_HELP}")
     add_search(parser)
     add_languages(parser)
     what = parser.add_argument_group("output")
@@ -118,7 +118,9 @@ def add_parser(commands: Any) -> None:
         help="print the N best hypotheses with their scores; N > 1 requires --beam",
     )
     what.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, followed by one with the result"
+        "--json",
+        action="store_true",
+        help="print one JSON object per input line, followed by one JSON object with the result of the command",
     )
     what.add_argument(
         "--compare",
