@@ -166,7 +166,7 @@ def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
     for title, content, said in (
         ("old: os.system", front + pickle.dumps(Call(*RUN), 2) + keys, "refers to posix.system"),
         ("old: os.system as the keys", front + good + pickle.dumps(Call(*RUN), 2), "posix.system"),
-        ("old: another count", old + struct.pack("<q", 5) + bytes(20), "must have 4 elements"),
+        ("old: another count", old + struct.pack("<q", 5) + bytes(20), "expected 4 elements in storage 0, got 5"),
         ("old: cut short", old + struct.pack("<q", 4) + bytes(12), "is truncated"),
         ("old: keys of its own", front + good + pickle.dumps(["1"], 2) + bytes(24), "the list of storages"),
         ("old: nothing behind the first pickle", pickles.LEGACY_START, "not a valid torch.save file"),
