@@ -202,8 +202,10 @@ def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
         outside
     )
     os.mkfifo(index("a pipe, which has no end", "pipe", "must be a regular file") / "pipe")
-    save_file({"v": np.ones(1)}, index("a tensor that is not listed", "a.safetensors", "must list v") / "a.safetensors")
-    add("an index that is a list", new("safetensors.index.json"), "an object").write_text("[]")
+    save_file(
+        {"v": np.ones(1)}, index("a tensor that is not listed", "a.safetensors", "does not list v") / "a.safetensors"
+    )
+    add("an index that is a list", new("safetensors.index.json"), "a JSON object").write_text("[]")
     add("an index 1e5 deep", new("safetensors.index.json"), "is not valid JSON").write_text("[" * 100_000)
     add("an index of 17 MiB", new("safetensors.index.json"), "at most 16 MiB").write_text(" " * 17 * 2**20)
     add("numbers for names", new("safetensors.index.json"), "tensor names to file names").write_text(

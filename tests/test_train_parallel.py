@@ -225,7 +225,7 @@ def test_process_group_is_read_from_the_environment(name, environment, expected)
 
 
 @pytest.mark.parametrize(
-    ("backend", "environment", "message"),
+    ("name", "environment", "message"),
     [
         ("torch", {"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but 'RANK' is not"),
         ("torch", {"WORLD_SIZE": "2", "RANK": "first"}, "RANK and WORLD_SIZE must be integers: invalid literal"),
@@ -233,9 +233,9 @@ def test_process_group_is_read_from_the_environment(name, environment, expected)
         ("tf", {"TF_CONFIG": "{"}, "TF_CONFIG is invalid: "),
     ],
 )
-def test_invalid_process_group_environment_raises_value_error(backend, environment, message):
+def test_invalid_process_group_environment_raises_value_error(name, environment, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        group.found(backend, environment)
+        group.found(name, environment)
 
 
 def test_slurm_variables_are_translated_for_torch():
