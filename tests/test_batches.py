@@ -269,13 +269,17 @@ def test_long_pairs_are_dropped_and_counted():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"pairs": []}, ValueError, "at least one pair must fit the maximum length: got 0"),
+        ({"pairs": []}, ValueError, "all 0 sentence pairs are longer than"),
         (
             {"max_length": 2},
             ValueError,
-            "at least one pair must fit the maximum length: got 20 pairs, 20 of them too long",
+            "all 20 sentence pairs are longer than the maximum length of 2 tokens",
         ),
-        ({"pairs": [([5, 2], [])]}, ValueError, "at least eos_id: got an empty target in pair 0"),
+        (
+            {"pairs": [([5, 2], [])]},
+            ValueError,
+            "the target of pair 0 must contain at least eos_id: got an empty sentence",
+        ),
         ({"pairs": [([5, 2], [5, 2]), ([5, 3, 2], [5, 2])]}, ValueError, "pad_id 3 must not occur in the source of"),
         ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be at least 1: got 0"),
         ({"tokens_per_batch": 10.0}, TypeError, "tokens_per_batch must be an integer"),

@@ -240,7 +240,7 @@ def test_ctrl_c_before_the_first_timing_reports_no_times(capsys, monkeypatch):
         (["--threads", "100000"], "the number of CPU cores: got 100000"),
         (["--json", "absent/a.json"], "there is no directory absent"),
         (["--plot", "a.gif"], "--plot must end in png or svg: got a.gif"),
-        (["--backends", "theano"], "unknown theano: choose from numpy, torch, jax, tf"),
+        (["--backends", "theano"], "unknown theano; choose from numpy, torch, jax, tf"),
         (["--rounds", "0"], "--rounds must be positive for decode: got 0"),
         (["--rounds", "-1"], "must be a positive integer: got '-1'"),
         (["--dropout", "0.1"], "decode does not support --dropout"),
@@ -269,7 +269,7 @@ def test_missing_peers_are_reported(capsys, monkeypatch):
 GROWING_REFUSED = [
     ("forward", ["--scale", "width"], "one of source, target, length, batch, depth, vocabulary: got 'width'"),
     ("forward", ["--scale", "batch=1,x"], "must be a positive integer: got 'x'"),
-    ("forward", ["--scale", "batch=2,2"], "sizes must increase: got 2,2"),
+    ("forward", ["--scale", "batch=2,2"], "sizes must be in increasing order: got 2,2"),
     ("forward", ["--dtype", "bfloat16", "--peers"], "--peers supports only float32"),
     ("forward", ["--dtype", "bfloat16"], "numpy does not support bfloat16 in benchmarks"),
     (

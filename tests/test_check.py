@@ -129,14 +129,14 @@ def test_wrong_usage_exits_with_3_because_2_means_precision(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["check", "--backends", "numpy,theano"])
     assert exit_.value.code == 3
-    assert "unknown theano: choose from numpy, torch, jax, tf" in capsys.readouterr().err
+    assert "unknown theano; choose from numpy, torch, jax, tf" in capsys.readouterr().err
 
 
 def test_missing_framework_error_contains_the_install_command(monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flax" else find_spec(name))
     assert main(["check", "--backends", "torch,jax"]) == 3
-    assert "flax is not installed: pip install 'transformer-parity[cli,jax]'" in capsys.readouterr().err
+    assert "flax is not installed; run pip install 'transformer-parity[cli,jax]'" in capsys.readouterr().err
 
 
 def test_missing_gpu_makes_the_check_incomplete(capsys, monkeypatch):

@@ -106,7 +106,7 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
     ("command", "message"),
     [
         ("info --vocab 2", "--vocab 2: eos_id must be below the vocabulary size 2"),
-        ("source Linear --backends mxnet", "unknown mxnet: choose from numpy, torch, jax, tf"),
+        ("source Linear --backends mxnet", "unknown mxnet; choose from numpy, torch, jax, tf"),
         (
             "source transformer_backward --backends tf",
             "transformer_backward is not in transformer_tf, but in reference_numpy",

@@ -248,7 +248,10 @@ def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backends", "numpy"], "numpy is the reference: add at least one other backend or a --port"),
+        (
+            ["--backends", "numpy"],
+            "specify at least one backend or port to compare with the NumPy reference (--backends torch or --port",
+        ),
         (
             ["--backends", "torch", "--parallel", "data=4", "--processes", "2"],
             "one process per device of data=4: got 2",
@@ -267,7 +270,7 @@ def test_check_and_check_distributed_reject_each_others_options(capsys):
             main([*command, "--backends", "torch"])
     with pytest.raises(SystemExit, match="3"):
         main(["check-distributed", "--dtype", "bfloat16"])
-    assert "unknown bfloat16: choose from float64, float32" in capsys.readouterr().err
+    assert "unknown bfloat16; choose from float64, float32" in capsys.readouterr().err
 
 
 def test_listing_cases_does_not_start_training(monkeypatch):

@@ -124,7 +124,7 @@ def test_missing_framework_error_suggests_a_package_and_numpy_commands(capsys, o
     code, out, err = parity(capsys, *command.split())
     assert (code, out) == (3, "")
     first, *below = err.splitlines()
-    assert re.search(r"error: .* not installed: pip install 'transformer-parity\[cli,[a-z,]+\]'$", first)
+    assert re.search(r"error: .* not installed; run pip install 'transformer-parity\[cli,[a-z,]+\]'$", first)
     assert tuple(below) == NUMPY_ALONE
 
 
@@ -144,14 +144,14 @@ def test_missing_framework_error_lists_installed_backends(capsys, only, there, c
     only(*there)
     code, _, err = parity(capsys, *command.split())
     assert code == 3
-    assert err.endswith(f", or use what is installed: --backends {choice}\n")
+    assert err.endswith(f", or specify --backends {choice}\n")
 
 
 def test_all_missing_frameworks_are_listed_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
-    needed = "torch, jax, and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
-    assert err == f"parity check: error: {needed}, or use what is installed: --backends numpy\n"
+    needed = "torch, jax, and tensorflow are not installed; run pip install 'transformer-parity[cli,torch,jax,tf]'"
+    assert err == f"parity check: error: {needed}, or specify --backends numpy\n"
 
 
 @pytest.mark.parametrize(("there", "used"), [([], "numpy"), (["tf"], "tf"), (["torch", "jax"], "torch")])
@@ -161,8 +161,8 @@ def test_default_backend_is_an_installed_backend(capsys, only, monkeypatch, ther
     monkeypatch.setattr(type(PORTS["numpy"]), "load", lambda port, *_: loaded.append(port.name) or _stop())
     code, _, err = parity(capsys, "translate", "--text", DATE)
     assert (code, loaded) == (3, [used])
-    note = "parity translate: no framework is installed: using numpy, which is slower\n"
-    assert (note in err, "which is slower" in err) == ((True, True) if used == "numpy" else (False, False))
+    note = "parity translate: no framework is installed, so the slower backend numpy is used\n"
+    assert (note in err, "slower" in err) == ((True, True) if used == "numpy" else (False, False))
 
 
 def _stop():
@@ -218,7 +218,7 @@ def test_info_rejects_invalid_weight_files(capsys, tmp_path):
         (tmp_path / "none", f"there is no weight file {tmp_path / 'none'}"),
         (
             tmp_path,
-            f"{tmp_path} is a directory: specify a weight file in it, or use `parity import {tmp_path}` for a "
+            f"{tmp_path} is a directory; specify a weight file in it, or use `parity import {tmp_path}` for a "
             "checkpoint from other software",
         ),
         (tmp_path / "a.pt", f"{tmp_path / 'a.pt'} is not a usable weight file: "),
@@ -227,7 +227,7 @@ def test_info_rejects_invalid_weight_files(capsys, tmp_path):
         assert (code, out) == (3, "")
         assert err.startswith(f"parity info: error: {said}")
         assert err.count("\n") == 1
-    said = "--vocab and --names cannot be combined with FILE: remove either FILE or --vocab and --names"
+    said = "--vocab and --names cannot be combined with FILE; remove either FILE or --vocab and --names"
     assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == f"parity info: error: {said}\n"
 
 

@@ -135,7 +135,7 @@ def test_golden_vectors_of_a_port_with_all_methods_can_be_compared(truth, tmp_pa
         (["--port", "golden_vectors:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
         (["--port", "golden_vectors:Empty"], "Empty has no results to write: Empty supports only"),
         (["--port", "golden_vectors:Nothing"], "cannot be imported"),
-        (["--port", "golden_vectors:Forward", "--backend", "torch"], "remove --backend and --device"),
+        (["--port", "golden_vectors:Forward", "--backend", "torch"], "cannot be combined with --backend or --device"),
         (["--device", "gpu"], "device must be"),
     ],
 )

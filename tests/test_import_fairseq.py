@@ -241,13 +241,13 @@ def test_unsupported_models_are_rejected_by_name(options, message, tmp_path):
     [
         (
             lambda s: s.pop("encoder.embed_tokens.weight"),
-            "no tensor encoder.embed_tokens.weight: the file contains decoder",
+            "no tensor encoder.embed_tokens.weight; the file contains decoder",
         ),
         (lambda s: s.pop("decoder.layers.0.fc2.bias"), r"missing decoder.layers.0.fc2.bias \[12\]"),
         (lambda s: s.update({"encoder.layers.0.c_attn": torch.ones(3)}), "unexpected encoder.layers.0.c_attn"),
         (
             lambda s: s.update({"encoder.layer_norm.weight": torch.ones(12)}),
-            "both encoder.layer_norm and decoder.layer_norm, or neither",
+            "only one of encoder.layer_norm and decoder.layer_norm",
         ),
         (
             lambda s: s.update({"x.in_proj_weight": torch.ones(4, 2)}),
@@ -266,10 +266,10 @@ def test_invalid_fairseq_checkpoint_is_rejected(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2)}, path)
     assert not fairseq.recognizes(path)
-    with pytest.raises(ValueError, match="must be a dict with 'model' and its options"):
+    with pytest.raises(ValueError, match="must contain the weights under the key 'model'"):
         read(path)
     torch.save({"model": {"a": torch.ones(2)}}, path)
-    with pytest.raises(ValueError, match=r"got neither\. If they were removed from the file, set content\['args'\]"):
+    with pytest.raises(ValueError, match=r"if the options were removed, load the file, set content\['args'\]"):
         read(path)
 
 
@@ -290,6 +290,6 @@ def test_fairseq_ids_follow_the_lines_of_the_dictionaries(tmp_path):
     ):
         fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))
     vocab[1].write_text("w1 1\nw2\n")
-    with pytest.raises(ValueError, match=r"dict\.de\.txt: line 2 must be `symbol count`: got 'w2'"):
+    with pytest.raises(ValueError, match=r"line 2 of dict\.de\.txt must be `symbol count`: got 'w2'"):
         fairseq.read(path, ReadOptions(vocab=vocab))
     assert import_checkpoint(path).notes[-1].endswith("--vocab dict.en.txt dict.de.txt bpe.codes")

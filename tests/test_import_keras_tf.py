@@ -118,9 +118,9 @@ def rewritten(path, change):
     [
         (
             lambda layers: layers.append({"class_name": "Lambda", "config": {}}),
-            "and no others: missing or unexpected Lambda",
+            "TransformerDecoder: got Lambda",
         ),
-        (lambda layers: layers.pop(), "and no others: missing or unexpected Dense"),
+        (lambda layers: layers.pop(), "does not contain the layers Dense"),
         (lambda layers: layers.append({"class_name": "Dense", "config": {}}), "must contain 1 Dense layers: got 2"),
         (
             lambda layers: layers[3]["config"].update(layer_norm_epsilon=1.0),

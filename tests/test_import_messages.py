@@ -94,7 +94,7 @@ def test_explicitly_given_files_must_be_valid(options, message, here):
 @pytest.mark.parametrize("name", [name for name in importer.FORMATS if name not in importer.ASKED])
 def test_options_unsupported_by_a_format_are_rejected(name, here):
     for options in ReadOptions(vocab=(here / "model.pt",)), ReadOptions(fields={"num_heads": 3}):
-        with pytest.raises(ValueError, match=f"has the format {name}, which supports no options: remove --"):
+        with pytest.raises(ValueError, match=f"has the format {name}, which supports no options; remove --"):
             import_checkpoint("model.pt", name, options)
 
 
@@ -109,7 +109,9 @@ def test_torch_prefix_is_derived_from_the_tensor_names(prefix, here):
     more = {name.replace(prefix, "other.", 1): one for name, one in state.items() if "coder." in name}
     if prefix:
         torch.save({**state, **more}, "model.pt")
-        with pytest.raises(ValueError, match=r'more than one model: set prefix = "\.\.\." under \[file\] to one of'):
+        with pytest.raises(
+            ValueError, match=r"more than one model; set prefix under \[file\] in the TOML file to one of"
+        ):
             torch_nn.read(here / "model.pt", options)
 
 
@@ -126,11 +128,11 @@ def test_error_for_an_unrecognized_file_describes_its_contents(here, capsys):
         assert len(err) < 400
         return err
 
-    assert "tensors belong to torch.nn.Transformer: add --as torch --names FILE\n" in said("model.pt")
+    assert "tensors belong to torch.nn.Transformer; add --as torch --names FILE\n" in said("model.pt")
     torch.save({"epoch": 3, "model_state_dict": torch.load("model.pt")}, "nested.pt")
-    assert '--names FILE, with state = "model_state_dict" under [file]\n' in said("nested.pt")
+    assert '--names FILE, and set state = "model_state_dict" under [file] in FILE\n' in said("nested.pt")
     torch.save(torch.nn.Linear(2, 2), "whole.pt")
-    assert "refers to torch.nn.modules.linear.Linear, which would run code: save only model.state_dict()" in said(
+    assert "refers to torch.nn.modules.linear.Linear, which would run code; save only model.state_dict()" in said(
         "whole.pt"
     )
     torch.save({"w": torch.ones(2)}, "other.pt")
@@ -142,7 +144,9 @@ def test_error_for_an_unrecognized_file_describes_its_contents(here, capsys):
     (here / "hf").mkdir()
     (here / "hf/config.json").write_text("{}")
     (here / "hf/model.safetensors").write_text("")
-    assert "the directory of this file contains config.json, so pass the directory: hf" in said("hf/model.safetensors")
+    assert "the directory of this file contains config.json; pass the directory hf instead" in said(
+        "hf/model.safetensors"
+    )
     config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2, d_ff=8)
     ref.save_weights("ours.safetensors", config, ref.init_weights(config, seed=0))
     assert "a weight file of this project; use it with `parity translate` or" in said("ours.safetensors")
@@ -192,7 +196,7 @@ def test_ctrl_c_during_comparison_reports_the_written_file(here, capsys, monkeyp
 def test_unsupported_check_is_rejected_before_writing(here, capsys):
     code, _, err = parity(capsys, *IMPORT, "--out", "new.safetensors", "--check")
     assert code == 3
-    assert "--check compares with transformers, which loads " in err
+    assert "--check requires " in err
     assert "; remove --check" in err
     assert not (here / "new.safetensors").exists()
 
@@ -346,9 +350,9 @@ def overlapping(path, count=3000):
 @pytest.mark.parametrize(
     ("write", "name", "message"),
     [
-        (many_names, "model.safetensors", "must have at most 4,194,304 bytes: got 23,"),
-        (many_members, "model.npz", "the archive must have at most 10,000 members: got 30,000"),
-        (overlapping, "model.npz", "the archive must unpack to at most"),
+        (many_names, "model.safetensors", "at most 4,194,304 bytes, got 23,"),
+        (many_members, "model.npz", "expected at most 10,000 members, got 30,000"),
+        (overlapping, "model.npz", "bytes of unpacked data"),
         (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),
     ],
 )

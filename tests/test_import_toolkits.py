@@ -123,12 +123,12 @@ WRONG = {
     "opennmt-separate": [
         *((option(name, value), f"-{name} must be .*: got {value!r}") for name, value in OPTIONS.items()),
         (lambda c: c.pop("opt"), "must contain model, generator, vocab, and opt"),
-        (lambda c: c["vocab"].update(src=3), "'vocab' must contain lists of tokens"),
+        (lambda c: c["vocab"].update(src=3), "'vocab' must contain two lists of tokens"),
         (lambda c: c["vocab"].update(tgt=["a"]), "the target vocabulary must contain <blank>, <s>, </s>"),
         (lambda c: c["vocab"].update(src=["<blank>"]), "<blank> must have the same ID in both vocabularies: got 0 and"),
         (lambda c: c["model"].pop("decoder.layer_norm.bias"), r"missing decoder.layer_norm.bias \[8\]"),
         (lambda c: c["model"].update({"feats": torch.ones(1)}), r"unexpected feats \[1\]"),
-        (flipped, "pe.pe must contain sinusoids with position_layout interleaved and position_timescale m: got a"),
+        (flipped, "pe.pe does not contain the sinusoids of position_layout interleaved and position_timescale m: the"),
     ],
     "joeynmt-post": [
         (both(alpha=1.2), "alpha in config.yaml must be 1.0: got 1.2"),

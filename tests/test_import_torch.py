@@ -158,7 +158,7 @@ def without(line):
         ("", "model.pt does not contain num_heads, norm_order, activation, scale_embedding, position_encoding, pos"),
         (
             without("position_layout"),
-            r"position_layout: set each value with an option, such as --set position_layout=VALUE, or under \[config\]",
+            r"position_layout; set each value with an option, such as --set position_layout=VALUE, or under \[config\]",
         ),
         (without("src_tok"), r"\[names\] must contain source_embedding.table;"),
         (without("head.weight"), r"unexpected head.weight \[23, 12\]"),
@@ -166,11 +166,11 @@ def without(line):
         (without('= "pe"'), r"unexpected pe \[40, 12\]"),
         (
             WHOLE.replace('"net."', '"nett."'),
-            "there is no tensor nett.encoder.layers.0.linear1.weight: the file contains net.encoder.layers.0.linear1",
+            "there is no tensor nett.encoder.layers.0.linear1.weight; the file contains net.encoder.layers.0.linear1",
         ),
-        (WHOLE.replace('"src_tok.', '"src_tokens.'), "no tensor src_tokens.weight: the file contains src"),
+        (WHOLE.replace('"src_tok.', '"src_tokens.'), "no tensor src_tokens.weight; the file contains src"),
         (WHOLE.replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
-        (WHOLE.replace("num_heads", "heads"), "unknown config field heads: did you mean num_"),
+        (WHOLE.replace("num_heads", "heads"), "unknown config field heads; did you mean num_"),
         (WHOLE.replace("[file]", "[flie]"), "names.toml may only contain the tables config, names, file: got"),
         (WHOLE.replace("prefix =", "prefx ="), r"\[file\] in names.toml may only contain the keys state"),
         (WHOLE + "ignored = 3", "'ignored' must be a list of strings"),
@@ -179,13 +179,13 @@ def without(line):
         (WHOLE.replace("output_proj.bias", "output.bias"), r"\[names\] may only contain the keys source_embedding.tab"),
         (
             WHOLE.replace("num_heads = 3", "num_heads = 3\nnum_head = 3"),
-            "unknown config field num_head: did you mean num_heads",
+            "unknown config field num_head; did you mean num_heads",
         ),
         (
             WHOLE.replace('"m"', '"m_minus_1"'),
-            "pe must contain sinusoids with position_layout interleaved and position_timescale m_m",
+            "pe does not contain the sinusoids of position_layout interleaved and position_timescale m_m",
         ),
-        (WHOLE + 'state = "model"', "model.pt must contain the key 'model': got"),
+        (WHOLE + 'state = "model"', "model.pt does not contain the key 'model': found"),
     ],
 )
 def test_unnamed_tensors_and_fields_raise_value_error(text, message, tmp_path):
@@ -269,13 +269,13 @@ def same(state):
     [
         ({}, same, "model.pt does not contain num_heads"),
         ({"num_heads": 5}, same, "num_heads must divide d_model"),
-        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} must contain"),
-        ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"{BIAS} must have shape"),
+        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} does not contain the sinusoids"),
+        ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"for {BIAS}, got"),
         ({"num_heads": 3}, lambda s: {**s, "extra": torch.ones(2)}, r"unexpected extra \[2\]"),
         (
             {"num_heads": 3},
             lambda s: {n: s[n] for n in s if "lut" not in n},
-            "no tensor src_embed.0.lut.weight: the file contains ",
+            "no tensor src_embed.0.lut.weight; the file contains ",
         ),
     ],
 )

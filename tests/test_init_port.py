@@ -104,7 +104,7 @@ def test_template_contains_every_method(directory):
 @pytest.mark.parametrize("name", ["torch", "numpy", "jax", "json", "types", "rich", "transformer_jax", "ml_dtypes"])
 def test_output_name_that_shadows_a_module_is_rejected(name, directory, capsys):
     assert main(["init-port", "--framework", "other", "--out", f"{name}.py"]) == 3
-    assert f"would hide the module {name} from everything that imports it" in capsys.readouterr().err
+    assert f"would hide the module {name} from all code that imports this module" in capsys.readouterr().err
     assert list(directory.iterdir()) == []
 
 
@@ -112,7 +112,7 @@ def test_existing_port_file_is_not_overwritten(directory, capsys):
     (directory / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3
     assert (
-        "my_port.py already exists: choose a different name with --out, or delete the file" in capsys.readouterr().err
+        "my_port.py already exists; choose a different name with --out, or delete the file" in capsys.readouterr().err
     )
     assert (directory / "my_port.py").read_text() == "mine"
     (directory / "my_port.py").unlink()
@@ -123,8 +123,11 @@ def test_existing_port_file_is_not_overwritten(directory, capsys):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("my-port.py", "--out must be the name of an importable Python module, such as my_port.py: got my-port.py"),
-        ("port", "--out must be the name of an importable Python module, such as my_port.py: got port"),
+        (
+            "my-port.py",
+            "--out must be a .py file whose name is a valid module name, such as my_port.py: got my-port.py",
+        ),
+        ("port", "--out must be a .py file whose name is a valid module name, such as my_port.py: got port"),
         ("absent/port.py", "port.py: No such file or directory"),
     ],
 )

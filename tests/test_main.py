@@ -73,17 +73,17 @@ def test_unknown_command_is_rejected(capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["chekc"])
     assert leaving.value.code == 3
-    assert "parity: error: there is no command 'chekc': did you mean check?\n" in capsys.readouterr().err
+    assert "parity: error: there is no command 'chekc'; did you mean check?\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("translate --bakend jax test.en", "unrecognized arguments: --bakend test.en: did you mean --backend?"),
-        ("bench forward --rouds=3", "unrecognized arguments: --rouds=3: did you mean --rounds?"),
+        ("translate --bakend jax test.en", "unrecognized arguments: --bakend test.en; did you mean --backend?"),
+        ("bench forward --rouds=3", "unrecognized arguments: --rouds=3; did you mean --rounds?"),
         ("translate --qqq x", "unrecognized arguments: --qqq; `parity translate --help` lists the options"),
         ("info one two", "unrecognized arguments: two"),
-        ("qqq", "there is no command 'qqq': `parity` lists the commands"),
+        ("qqq", "there is no command 'qqq'; `parity` lists the commands"),
     ],
 )
 def test_unknown_argument_suggests_a_known_one(line, says, capsys):

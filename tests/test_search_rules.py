@@ -130,7 +130,7 @@ def test_generation_config_is_converted_to_a_search():
         ({"repetition_penalty": 1.2}, "repetition_penalty in a generation config is not supported: got 1.2"),
         ({"eos_token_id": [0, 3]}, "eos_token_id must be the model's EOS token, 0: got [0, 3]"),
         ({"bad_words_ids": [[3, 4]]}, "every entry of bad_words_ids must be a single token: got [3, 4]"),
-        ({"early_stopping": "late"}, "early_stopping must be false, true or 'never': got 'late'"),
+        ({"early_stopping": "late"}, "early_stopping must be false, true, or 'never': got 'late'"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             generation_search(fields, config)

@@ -165,7 +165,7 @@ def test_text_is_learned_in_subwords(tmp_path, capfd):
     (tmp_path / "a").write_text("another text\n" * 40, "utf-8")
     capfd.readouterr()
     assert resume(tmp_path / "run", "--backend", "numpy", "--steps", 4) == 3
-    assert "differ from the text with which this run started" in capfd.readouterr().err
+    assert "have changed since the run started" in capfd.readouterr().err
 
 
 @pytest.mark.extended("translations")
@@ -405,11 +405,11 @@ def test_moved_text_of_a_run_can_be_specified(texts, tmp_path, capfd):
     moved = [path.rename(tmp_path / "there" / path.name) for path in texts]
     assert resume(directory, "--backend", "numpy") == 3
     assert (
-        f"the run's text {texts[0]} must be a regular file: if you moved the file, specify its new path with --text "
-        "or --held-out" in capfd.readouterr().err
+        f"the run's text file {texts[0]} must be a regular file; if you moved the file, specify its new path with "
+        "--text or --held-out" in capfd.readouterr().err
     )
     assert resume(directory, "--text", moved[0], moved[2], "--held-out", *moved[2:], "--backend", "numpy") == 3
-    assert "differ from the text with which this run started" in capfd.readouterr().err
+    assert "have changed since the run started" in capfd.readouterr().err
     assert resume(directory, "--text", *moved[:2], "--held-out", *moved[2:], "--backend", "numpy") == 0
     assert sorted(losses(directory)) == [1, 2, 3, 4]
     corpus = ref.load_checkpoint(directory / "checkpoint-0000004.safetensors").progress["corpus"]

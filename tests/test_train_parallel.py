@@ -224,16 +224,25 @@ def test_process_group_is_read_from_the_environment(name, environment, expected)
     assert group.found(name, environment) == expected
 
 
-@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "first"}])
-def test_invalid_process_group_environment_raises_value_error(environment):
-    with pytest.raises(ValueError, match=r"^the environment variables for multiple processes must"):
-        group.found("torch", environment)
+@pytest.mark.parametrize(
+    ("name", "environment", "message"),
+    [
+        ("torch", {"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but 'RANK' is not"),
+        ("torch", {"WORLD_SIZE": "2", "RANK": "first"}, "RANK and WORLD_SIZE must be integers: invalid literal"),
+        ("tf", {"TF_CONFIG": "{}"}, "TF_CONFIG must contain 'cluster'"),
+        ("tf", {"TF_CONFIG": "{"}, "TF_CONFIG is invalid: "),
+    ],
+)
+def test_invalid_process_group_environment_raises_value_error(name, environment, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        group.found(name, environment)
 
 
 def test_slurm_variables_are_translated_for_torch():
     srun = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     with pytest.raises(
-        ValueError, match=r"^under srun, the address of the first process must be set: export MASTER_ADDR="
+        ValueError,
+        match=r"^MASTER_ADDR and MASTER_PORT must be set if srun starts the processes; run export MASTER_ADDR=",
     ):
         group.taken_from_slurm(srun)
     found = group.taken_from_slurm({**srun, "MASTER_ADDR": "a", "MASTER_PORT": "1"})

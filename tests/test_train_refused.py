@@ -28,9 +28,9 @@ from transformer_parity.engine.system.errors import UsageError
 START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
 VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}
 LOGS = {
-    "empty": ([], "{log} must contain the start of a run and a step: got no start and no step"),
-    "no start": ([STEP], "{log} must contain the start of a run and a step: got no start"),
-    "no step": ([START, VALIDATION], "{log} must contain the start of a run and a step: got no step"),
+    "empty": ([], "{log} contains no start event and no step event"),
+    "no start": ([STEP], "{log} contains no start event"),
+    "no step": ([START, VALIDATION], "{log} contains no step event"),
     "an unknown object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
     "not an object": ([5], "line 1 of {log} must be an event of a run: got 5"),
     "not a number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
@@ -77,20 +77,20 @@ def test_log_with_invalid_utf8_is_rejected(content, finished, tmp_path, capfd):
 REFUSED = {
     "a directory with a run": (
         ["--task", "dates", "--out", "{finished}"],
-        "already contains a run: resume it with --resume",
+        "already contains a run; resume it with --resume",
     ),
     "nothing to train on": ([], "exactly one of --task, --text, and --resume is required"),
     "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
     "text options with dates": (
         ["--resume", "{finished}", "--text", "a", "b"],
-        "trained on dates, not on text: remove --text",
+        "trained on dates, not on text; remove --text",
     ),
     "no checkpoint": (["--resume", "{empty}"], "contains no checkpoint"),
     "missing run": (["--resume", "{empty}/nothing"], "there is no"),
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
     "no steps left": (
         ["--resume", "{finished}"],
-        "is the end of a run of 12 steps: to continue, specify a higher number with --steps",
+        "is the end of a run of 12 steps; to continue, specify a higher number with --steps",
     ),
     "settings of a resumed run": (
         ["--resume", "{finished}", "--seed", "0", "--set", "d_ff=8"],
@@ -111,13 +111,16 @@ REFUSED = {
     "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
     "unknown field": (
         ["--task", "dates", "--set", "depth=3"],
-        "--set must specify a field of accumulation_steps, activation, ",
+        "unknown --set field depth; choose from accumulation_steps, activation, ",
     ),
-    "a field of the corpus": (["--task", "dates", "--set", "source_vocab_size=3"], "got source_vocab_size"),
-    "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),
+    "a field of the corpus": (
+        ["--task", "dates", "--set", "source_vocab_size=3"],
+        "unknown --set field source_vocab_size; ",
+    ),
+    "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "unknown --set field total_steps; "),
     "fewer checkpoints than averaged": (
         ["--task", "dates", "--set", "keep=1", "average=2"],
-        "keep must be at least average, 2: got 1",
+        "keep must be at least 2, the value of average: got 1",
     ),
     "an interval as text": (
         ["--task", "dates", "--set", "save_every=often"],
@@ -233,7 +236,7 @@ SPOILT = {
         {"task": "text", "files": ["a", "b"], "checksum": 0},
         "the file does not contain 'held_out'",
     ),
-    "a list as corpus": (["corpus"], [1], "the corpus must be a JSON object: got list"),
+    "a list as corpus": (["corpus"], [1], "the entry 'corpus' must be a JSON object: got list"),
     "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
     "one file": (["corpus"], {**TEXT, "files": ["a"]}, "the text must consist of two files: got ['a']"),
     "numbers as files": (["corpus"], {**TEXT, "files": [1, 2]}, "the text must consist of two files: got [1, 2]"),
@@ -278,7 +281,7 @@ def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, chec
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} must be a regular file" in capfd.readouterr().err
+    assert f"the run's text file {other} must be a regular file" in capfd.readouterr().err
 
 
 def test_damaged_checkpoint_is_rejected_with_the_reason(finished, tmp_path, capfd):

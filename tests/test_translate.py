@@ -191,7 +191,7 @@ def test_line_of_a_million_characters_is_left_empty_immediately(model, capfd):
 def test_closed_standard_input_is_rejected(model, capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["translate", "--weights", str(model), "--backend", "numpy"]) == 3
-    said = "parity translate: error: standard input is closed: specify the file to translate\n"
+    said = "parity translate: error: standard input is closed; specify the file to translate\n"
     assert capfd.readouterr().err == said
 
 
@@ -313,23 +313,23 @@ def test_options_override_the_beam_size_in_the_file(narrow, capfd, asked, lines)
 def test_nbest_larger_than_the_stored_beam_is_rejected(narrow, capfd):
     code, found, said = translated(capfd, narrow, ["abc"], "--backend", "numpy", "--nbest", "4")
     assert (code, found) == (3, [])
-    assert "--nbest 4 requires a beam of at least that size: add --beam 4" in said
+    assert "--nbest 4 requires a beam of at least that size; add --beam 4" in said
 
 
 REFUSED = {
     "missing weights": (["--weights", "{directory}/none"], "there is no weight file"),
     "no vocabulary": (["--weights", "{directory}/bare"], "bare contains no vocabulary"),
     "not a weight file": (["--weights", "{directory}/text"], "text is not a usable weight file"),
-    "missing text": (["{directory}/none"], "/none; to translate this text itself, use --text "),
+    "missing text": (["{directory}/none"], "/none; to translate the argument itself, use --text "),
     "a line and a file": (["--text", "abc"], "remove either --text or "),
     "a directory": (["{directory}"], "directory"),
     "not UTF-8": (["{directory}/latin"], "latin is not valid UTF-8 in line 601: "),
     "not gzipped": (["{directory}/text.gz"], "text.gz is not a valid gzip file"),
-    "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
-    "two backends": (["--backend", "numpy,torch"], "translating requires exactly one backend"),
+    "unknown backend": (["--backend", "theano"], "unknown theano; choose from numpy"),
+    "two backends": (["--backend", "numpy,torch"], "without --compare, exactly one backend is required"),
     "only one backend to compare": (
         ["--compare", "--backend", "numpy"],
-        "two backends: use, for example, --backends numpy,torch, or",
+        "two backends; use, for example, --backends numpy,torch, or",
     ),
     "only one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
     "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove --dtype bfloat16 or --precision fast"),
@@ -341,7 +341,10 @@ REFUSED = {
         ["--beam", "2", "--search", "length_penalty=-1"],
         "length_penalty must be at least 0: got -1",
     ),
-    "unknown search field": (["--search", "beam_size=2"], "--search must specify a field of at_limit, banned_ids, "),
+    "unknown search field": (
+        ["--search", "beam_size=2"],
+        "unknown --search field beam_size; choose from at_limit, banned_ids, ",
+    ),
     "unknown program": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
     "a length as text": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
     "a field without a value": (["--search", "max_length"], "must be FIELD=VALUE"),

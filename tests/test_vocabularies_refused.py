@@ -23,15 +23,15 @@ def unigram():
 
 # Malformed and unsupported files
 ODD_TABLES = {
-    "gap": ('{"a": 0, "b": 2}', "the ID of 'b' must be below 2: got 2"),
-    "twice": ('{"a": 0, "b": 0}', "IDs must be distinct: got 0 for 'a' and 'b'"),
-    "one name": ('{"a": 0, "b": 1, "a": 1}', "fields must be distinct: got 'a' more than once"),
+    "gap": ('{"a": 0, "b": 2}', "the ID of 'b' in vocab.json must be below 2: got 2"),
+    "twice": ('{"a": 0, "b": 0}', "assigns the ID 0 to both 'a' and 'b'"),
+    "one name": ('{"a": 0, "b": 1, "a": 1}', "is not valid JSON: duplicate key 'a'"),
     "negative": ('{"a": -1}', "must be a nonnegative integer: got -1"),
     "not a number": ('{"a": true}', "must be a nonnegative integer: got True"),
     "a float": ('{"a": 0.0}', "must be a nonnegative integer: got 0.0"),
-    "huge": ('{"a": 1' + "0" * 30 + "}", "the ID of 'a' must be below 1: got 1,000"),
+    "huge": ('{"a": 1' + "0" * 30 + "}", "the ID of 'a' in vocab.json must be below 1: got 1,000"),
     "a list": ("[1]", "must contain a JSON object: got list"),
-    "nothing": ("{}", "must contain at least one piece"),
+    "nothing": ("{}", "contains no pieces"),
     "not JSON": ("{", "is not valid JSON"),
     "deep": ("[" * 100_000, "is not valid JSON"),
     "not text": ("\udcff{", "is not valid JSON"),
@@ -40,17 +40,18 @@ ODD_TABLES = {
 
 @pytest.mark.parametrize(("content", "message"), ODD_TABLES.values(), ids=ODD_TABLES)
 def test_malformed_vocabulary_tables_are_rejected(content, message):
-    with pytest.raises(ValueError, match=rf"^vocab\.json.* {message}"):
+    with pytest.raises(ValueError, match=message) as error:
         read_map({"vocab.json": content.encode(errors="surrogateescape")}, "vocab.json")
+    assert "vocab.json" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: x\n", "line 1 must be `piece: id`: got 'a: x'"),
-        (b"a: 0\nb\n", "line 2 must be"),
-        (b"a: 0\na: 1\n", "got 'a' more than once"),
-        (b"\xff: 0\n", "is not UTF-8 text"),
+        (b"a: x\n", "line 1 of vocab.yml must be `piece: id`: got 'a: x'"),
+        (b"a: 0\nb\n", "line 2 of vocab.yml must be"),
+        (b"a: 0\na: 1\n", "duplicate piece 'a' in vocab.yml"),
+        (b"\xff: 0\n", "is not valid UTF-8"),
     ],
 )
 def test_malformed_yml_table_lines_are_rejected(content, message):
@@ -61,16 +62,16 @@ def test_malformed_yml_table_lines_are_rejected(content, message):
 def test_oversized_vocabulary_files_are_rejected(tmp_path, monkeypatch, unigram):
     directory = write(tmp_path / "model", marian_files(unigram))
     monkeypatch.setattr(maps, "MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="must have at most 1,000 bytes"):
+    with pytest.raises(ValueError, match="has more than 1,000 bytes"):
         read_vocabulary_directory(directory, "marian", {})
 
 
 def test_missing_vocabulary_files_are_named_in_the_error(tmp_path, unigram):
     files = marian_files(unigram)
     for family, message in {
-        "marian": "must contain source.spm and target.spm and vocab.json for a Marian vocabulary",
-        "bart": "must contain tokenizer.json, or vocab.json and merges.txt for a Bart vocabulary",
-        "t5": "to read a vocabulary, the family must be marian, .*: got t5",
+        "marian": "does not contain the files of a Marian vocabulary, source.spm and target.spm and vocab.json",
+        "bart": "does not contain the files of a Bart vocabulary, tokenizer.json, or vocab.json and merges.txt",
+        "t5": "the family of the vocabulary in .* must be one of marian, .*: got t5",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_vocabulary_directory(write(tmp_path / "empty", {}), family, {})
@@ -138,7 +139,7 @@ def test_exponentially_growing_replacements_are_rejected(part):
     ("names", "message"),
     [
         (["a.spm", "b.spm", "c.spm"], "at most two .spm files: got 3"),
-        (["a.txt"], "must end in .spm, .model, .yml or .json: got a.txt"),
+        (["a.txt"], "must end in .spm, .model, .yml, or .json: got a.txt"),
         (["a.yml", "b.json"], "must have the same format: got .yml and .json"),
     ],
 )

@@ -24,7 +24,7 @@ GROWTH = {  # the axes of --scale, with their default sizes
 }
 
 DESCRIPTION = """\
-Time the packages on the same work, running each the way its users do.
+Time the packages on the same work, running each package as its users would.
 
 Each implementation runs in a separate process with the same number of threads.
 After all of them are loaded and warmed up, the rounds start. In each round, every
@@ -124,7 +124,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time implementations outside this project, and a run of only the matrix multiplications",
+        help="also time implementations from other projects, and a run that computes only the matrix multiplications",
     )
     _add_work(parser)
     _add_measurement(parser)
@@ -138,15 +138,16 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "--config",
         choices=SIZES,
         default=Work.size,
-        help="use a model of this size; --scale depth=N changes the number of layers (default: %(default)s)",
+        help="use a model of this size, as listed below; --scale depth=N changes the number of layers (default: "
+        "%(default)s)",
     )
     for name, what in (
         ("batch", "use batches of N sentences"),
         ("source", "set the length of the longest source sentence to N tokens"),
-        ("target", "set the length of the longest target sentence (in decode, of every target sentence) to N tokens"),
+        ("target", "set the length of the longest target sentence (for decode, of every target sentence) to N tokens"),
     ):
         usual, decoding = getattr(Work, name), getattr(DecodeWork, name)
-        usual = f"{usual}" if usual == decoding else f"{usual}, or {decoding} in decode"
+        usual = f"{usual}" if usual == decoding else f"{decoding} for decode, otherwise {usual}"
         work.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what} (default: {usual})")
     work.add_argument(
         "--dtype",
@@ -210,7 +211,8 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help=f"also plot the times as bars, or as lines with --scale; FILE must end in {' or '.join(FORMATS)}",
+        help=f"also plot the times as bars, or as lines with --scale; the name of FILE must end in "
+        f".{' or .'.join(FORMATS)}",
     )
 
 
@@ -237,5 +239,5 @@ def growth(text: str) -> tuple[str, tuple[int, ...]]:
         raise argparse.ArgumentTypeError(f"must start with one of {', '.join(GROWTH)}: got {text!r}")
     sizes = tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
     if any(after <= before for before, after in itertools.pairwise(sizes)):
-        raise argparse.ArgumentTypeError(f"sizes must increase: got {values}")
+        raise argparse.ArgumentTypeError(f"sizes must be in increasing order: got {values}")
     return axis, sizes

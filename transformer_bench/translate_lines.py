@@ -184,7 +184,7 @@ def main() -> None:
         type=lambda text: text.split(","),
         default=list(TRANSLATORS),
         metavar="A,B",
-        help=f"select the translators to time, as a comma-separated list from {', '.join(TRANSLATORS)} (default: all)",
+        help=f"time these translators, given as a comma-separated list of {', '.join(TRANSLATORS)} (default: all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results and the machine as JSON")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # only used in the process of a translator

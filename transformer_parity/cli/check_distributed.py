@@ -61,8 +61,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="PLAN",
-        help="check this parallelism plan, such as data=2 or fsdp=2,tensor=2; can be repeated (default: data=2, "
-        "fsdp=2, and tensor=2, if the framework supports them)",
+        help="check this parallelism plan, such as data=2 or fsdp=2,tensor=2; can be repeated (default: check three "
+        "separate plans, data=2, fsdp=2, and tensor=2, but only data=2 for tf and for --port)",
     )
     parser.add_argument(
         "--processes",
@@ -90,7 +90,10 @@ def run(options: argparse.Namespace) -> int:
             dtypes=options.dtype,
         )
         if not check.named:
-            raise UsageError("numpy is the reference: add at least one other backend or a --port")
+            raise UsageError(
+                "specify at least one backend or port to compare with the NumPy reference (--backends torch "
+                "or --port MODULE:CLASS)"
+            )
         check_installed(check.backends)
         chosen = interpreters(options.isolate, check.named)
     started = time.monotonic()

@@ -70,17 +70,22 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"no such file or directory: {options.path}")
     if options.path.is_dir():
         if options.backend is not None:
-            raise UsageError(f"--backend requires PATH to be a file: {options.path} is a directory; remove --backend")
+            raise UsageError(
+                f"--backend requires PATH to be a file, but {options.path} is a directory; remove --backend"
+            )
         return _join(options.path, options.out)
     if options.backend is None:
-        raise UsageError(f"{options.path} is a file: select the framework to convert it for, such as --backend torch")
+        raise UsageError(
+            f"{options.path} is a file; specify the framework of the sharded checkpoint to write, such as "
+            "--backend torch"
+        )
     return _split(options.path, options.backend, options.out)
 
 
 def _join(directory: Path, path: Path) -> int:
     """Convert a sharded checkpoint to one file, and return the exit code."""
     if path.exists():
-        raise UsageError(f"{path} already exists: choose a different name with --out")
+        raise UsageError(f"{path} already exists; choose a different name with --out")
     backend = next((name for name, file in WRITTEN.items() if (directory / file).exists()), "jax")
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
         checkpoint = _package(backend).join_sharded(directory)

@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         "--sentences",
         type=positive,
         metavar="N",
-        help="evaluate only the first N sentences (default: all of --text, or 1000 dates)",
+        help="evaluate only the first N sentences (default: all sentences for --text, 1000 dates for --task)",
     )
     add_search(parser)
     add_languages(parser)

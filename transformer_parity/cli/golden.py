@@ -71,10 +71,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "golden",
         help="write golden vectors: the inputs, weights, and results of a model, as files",
-        description="Run a small model and write golden vectors, a directory of safetensors and JSON files. They "
-        "contain the inputs, the weights, every intermediate value, every gradient, twenty optimizer steps, and the "
-        "results of greedy and beam search. Use them to check a port that is not written in Python or runs on a "
-        "different machine.",
+        description="Run a small model and write golden vectors, a directory of safetensors and JSON files. The files "
+        "contain the inputs, the weights, every intermediate value, every gradient, the results of twenty optimizer "
+        "steps, and the results of greedy and beam search. Use the files to check a port that is not written in Python "
+        "or that runs on a different machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,13 +85,14 @@ def add_parser(commands: Any) -> None:
         "--preset",
         action=one_or_more(PRESETS),
         metavar="NAME[,NAME]",
-        help=f"use the conventions of these presets, at small sizes: {', '.join(PRESETS)} (default: paper_base)",
+        help=f"use a small model with the conventions of each of these presets (default: paper_base): "
+        f"{', '.join(PRESETS)}",
     )
     model.add_argument(
         "--for", dest="meant_for", metavar="MODULE:CLASS", help="run the reference with the conventions of your port"
     )
-    model.add_argument("--port", metavar="MODULE:CLASS", help="run your port, with its conventions")
-    parser.add_argument("--backend", choices=PORTS, help="run this package (default: numpy, the reference)")
+    model.add_argument("--port", metavar="MODULE:CLASS", help="run your port, using the port's conventions")
+    parser.add_argument("--backend", choices=PORTS, help="run this backend (default: numpy, the reference)")
     parser.add_argument(
         "--dtype",
         action=one_or_more(DTYPES),
@@ -106,7 +107,7 @@ def add_parser(commands: Any) -> None:
         metavar=",".join(STAGES),
         help="write only the results of these stages (default: all)",
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="run the package on this device (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="run the backend on this device (default: cpu)")
     parser.set_defaults(run=run)
 
 
@@ -114,7 +115,10 @@ def run(options: argparse.Namespace) -> int:
     """Write golden vectors and return the exit code."""
     check_reference()
     if options.port and (options.backend or options.device):
-        raise UsageError("--port selects its own framework and device: remove --backend and --device")
+        raise UsageError(
+            "--port cannot be combined with --backend or --device, because the port determines both; remove these "
+            "options"
+        )
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
     with refusals(*expected), quiet_frameworks() as terminal:
         try:
@@ -173,12 +177,12 @@ COMPARE_EXAMPLES = """
 examples:
   parity golden --out truth
   parity compare truth mine                      compare your results (mine) with the reference
-  parity compare truth mine --stage activations  compare, and require, only the activations
+  parity compare truth mine --stage activations  compare only the activations
   parity compare truth mine --json result.json
 
 The command reruns the NumPy reference on A's weights and inputs and compares both directories with the reference's
-results. A result that is missing from B is reported as skipped if B's manifest declares the omission, and as a failure
-otherwise. B must contain at least half of the cases in every stage.
+results. For each result that is missing from B, the command reports a skipped result if B's manifest declares the
+omission, and a failure otherwise. B must contain at least half of the cases in every stage.
 
 docs/reference/golden-vectors.md describes the file format.
 
@@ -191,8 +195,8 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare two directories of golden vectors, from any language",
-        description="Compare two directories of golden vectors, tensor by tensor. A defines the model, weights, "
-        "inputs, and cases. Both A and B are compared with the NumPy reference.",
+        description="Compare two directories of golden vectors, tensor by tensor. Directory A supplies the model, "
+        "weights, inputs, and cases. Both A and B are compared with the NumPy reference.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

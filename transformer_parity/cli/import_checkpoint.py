@@ -94,14 +94,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: the dtype of the checkpoint)"
     )
-    ask = parser.add_argument_group("information that some formats do not include")
+    ask = parser.add_argument_group("information that checkpoints in some formats do not contain")
     ask.add_argument(
         "--vocab",
         nargs="+",
         type=Path,
         default=[],
         metavar="FILE",
-        help="read the vocabulary from these files, source before target",
+        help="read the vocabulary from these files; specify the source file before the target file",
     )
     ask.add_argument("--names", type=Path, metavar="FILE", help="read the tensor names from this TOML file")
     ask.add_argument(
@@ -155,8 +155,8 @@ def run(options: argparse.Namespace) -> int:
         with _saying(console, f"reading {options.path}"):
             imported = import_checkpoint(options.path, options.format, asked)
         if options.check and imported.origin.format != CHECKED:
-            what = f"--check compares with transformers, which loads {FORMATS[CHECKED][1]}"
-            raise UsageError(f"{what}: {options.path} has the format {imported.origin.format}; remove --check")
+            what = f"--check requires {FORMATS[CHECKED][1]}"
+            raise UsageError(f"{what}, but {options.path} has the format {imported.origin.format}; remove --check")
         make_console().print(printable(str(options.path)), soft_wrap=True)
         print_model(make_console(), imported)
         if options.out:

@@ -81,8 +81,8 @@ def add_parser(commands: Any) -> None:
         const="paper_base",
         choices=PRESETS,
         metavar="PRESET",
-        help="print the canonical names of parameters and taps instead, with their shapes in the standard cases "
-        "(PRESET defaults to %(const)s)",
+        help="print the canonical names of parameters and taps instead of the tables, with their shapes in the "
+        "standard cases (PRESET defaults to %(const)s)",
     )
     parser.set_defaults(run=run)
 
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     if options.file is not None:
         if given := [f"--{name}" for name in ("vocab", "names") if getattr(options, name) is not None]:
             flags = " and ".join(given)
-            raise UsageError(f"{flags} cannot be combined with FILE: remove either FILE or {flags}")
+            raise UsageError(f"{flags} cannot be combined with FILE; remove either FILE or {flags}")
         print_file(options.file, as_json=options.json)
     elif options.names is not None:
         print_names(options.names, as_json=options.json)
@@ -110,7 +110,7 @@ def print_file(path: Path, *, as_json: bool) -> None:
     started = time.monotonic()
     if path.is_dir():
         raise UsageError(
-            f"{path} is a directory: specify a weight file in it, or use `parity import {path}` for a checkpoint from "
+            f"{path} is a directory; specify a weight file in it, or use `parity import {path}` for a checkpoint from "
             "other software"
         )
     with refusals(OSError):

@@ -31,10 +31,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "init-port",
         description="Write a template for a port, a class that wraps your model so that `parity` can compare it with "
-        "the reference. The template wraps a placeholder model that already agrees. Replace load and forward first, "
-        "because they must use the same model, and delete the methods that you have not written yet. Check only the "
-        "forward pass with `parity check --stage activations`. When it agrees, add the other methods and rerun the "
-        "check without --stage.",
+        "the reference. The template wraps a placeholder model that already agrees. First replace load and forward, "
+        "because both methods must use the same model, and delete the methods that you have not written yet. Check "
+        "only the forward pass with `parity check --stage activations`. When the forward pass agrees, add the other "
+        "methods and rerun the check without --stage.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,14 +55,16 @@ def run(options: argparse.Namespace) -> int:
     """Write the file and return the exit code."""
     path: Path = options.out
     if path.suffix != ".py" or not path.stem.isidentifier() or iskeyword(path.stem):
-        raise UsageError(f"--out must be the name of an importable Python module, such as {NAME}.py: got {path.name}")
+        raise UsageError(
+            f"--out must be a .py file whose name is a valid module name, such as {NAME}.py: got {path.name}"
+        )
     if _is_imported(path.stem):
         raise UsageError(
-            f"--out {path.name} would hide the module {path.stem} from everything that imports it: "
+            f"--out {path.name} would hide the module {path.stem} from all code that imports this module; "
             f"choose a different name, such as {NAME}.py"
         )
     if path.exists():
-        raise UsageError(f"{path} already exists: choose a different name with --out, or delete the file")
+        raise UsageError(f"{path} already exists; choose a different name with --out, or delete the file")
     with refusals(OSError):
         write_text(path, skeleton(options.framework, path.stem))
     print(f"Wrote {path}. It already agrees with the reference. Check it with parity or pytest:")

@@ -48,7 +48,7 @@ COMMANDS = {
         "add_parser",
         "time the backends on the same work, after verifying their results",
     ),
-    "info": ("info", "add_parser", "describe this machine, the backends, and the presets, or a weight file"),
+    "info": ("info", "add_parser", "describe this machine, the backends, and the presets, or describe a weight file"),
     "source": ("source", "add_parser", "print the same code from all four packages, with the differences highlighted"),
     "show": ("show", "add_parser", "draw positional encodings, masks, and attention weights"),
 }
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         if "unrecognized arguments: -" in message:
             option = message.split()[2].partition("=")[0]
             alike = difflib.get_close_matches(option, self._option_string_actions, 1)
-            message += f": did you mean {alike[0]}?" if alike else f"; `{self.prog} --help` lists the options"
+            message += f"; did you mean {alike[0]}?" if alike else f"; `{self.prog} --help` lists the options"
         self.print_usage(sys.stderr)
         self.exit(INCOMPLETE, f"{self.prog}: error: {printable(message)}\n")
 
@@ -187,7 +187,7 @@ def _run(given: Sequence[str]) -> int:
         if given and not given[0].startswith("-") and given[0] not in COMMANDS:
             alike = difflib.get_close_matches(given[0], COMMANDS, 1)
             meant = f"did you mean {alike[0]}?" if alike else "`parity` lists the commands"
-            parser.error(f"there is no command {given[0]!r}: {meant}")
+            parser.error(f"there is no command {given[0]!r}; {meant}")
         options, unknown = parser.parse_known_args(given)
         command = options.command
         if unknown:

@@ -39,7 +39,7 @@ class OneOrMore(argparse.Action):
         """Parse the names, and add them to the names from earlier uses of the option."""
         chosen = [name.strip() for name in values.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in self.known]:
-            raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}: choose from {', '.join(self.known)}")
+            raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}; choose from {', '.join(self.known)}")
         if not chosen:
             raise argparse.ArgumentError(self, f"choose at least one of {', '.join(self.known)}")
         if (before := getattr(namespace, self.dest)) is not self.default:
@@ -88,7 +88,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         action=one_or_more(PORTS),
         default=default,
         metavar="NAME[,NAME]",
-        help=f"select the packages to run, as a comma-separated list from {', '.join(PORTS)} (default: {usual})",
+        help=f"use these backends, given as a comma-separated list of {', '.join(PORTS)} (default: {usual})",
     )
 
 
@@ -99,7 +99,7 @@ def add_ports(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE:CLASS",
-        help="run your port, given as an importable class or as the name of a registered plugin; can be repeated "
+        help="run your port, specified as an importable class or as the name of a registered plugin; can be repeated "
         "(`parity init-port` writes a template)",
     )
 
@@ -119,7 +119,7 @@ def installed_backend(command: str) -> str:
     """Return the backend to use if the user doesn't specify one, and print a note if only NumPy is available."""
     name = next(name for name in FALLBACK if PORTS[name].missing() is None)
     if name == FALLBACK[-1]:
-        print(f"{command}: no framework is installed: using {name}, which is slower", file=sys.stderr)
+        print(f"{command}: no framework is installed, so the slower backend {name} is used", file=sys.stderr)
     return name
 
 
@@ -140,13 +140,13 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
     *most, last = modules.values()
     extras = ",".join(("cli", *modules))
     message = f"{', '.join(most)}{',' * (len(most) > 1)} and {last} are" if most else f"{last} is"
-    message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
+    message += f" not installed; run pip install '{DISTRIBUTION}[{extras}]'"
     others = [name for name in backends if name not in modules]
     if len(others) < least:  # too few of the requested backends are installed
         installed = [name for name in FALLBACK if PORTS[name].missing() is None]
         others = installed[:least] if installed[0] != FALLBACK[-1] else []
     if len(others) >= least:
-        raise MissingFrameworkError(f"{message}, or use what is installed: --backends {','.join(others)}")
+        raise MissingFrameworkError(f"{message}, or specify --backends {','.join(others)}")
     raise MissingFrameworkError(message, *NUMPY_ALONE)
 
 
@@ -161,8 +161,8 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "--beam",
         type=positive,
         metavar="K",
-        help="use beam search with K beams; the paper uses 4 (default: the setting in the weight file, otherwise "
-        "greedy search)",
+        help="use beam search with K beams; the paper uses 4 (default: the beam size stored in the weight file, "
+        "otherwise greedy search)",
     )
     parser.add_argument(
         "--search",
@@ -170,11 +170,11 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field of Search or SearchRules, such as max_length=90, or length_penalty=1 for beam search (0 "
-        f"disables the penalty). rules={'|'.join(SEARCH_PRESETS)} uses that program's search rules, including the "
-        "length penalty and length limits; fields given later override these rules. Can be repeated (default: the "
-        "settings in the weight file, otherwise the paper's: length_penalty=0.6 and at most 50 tokens more than the "
-        "source)",
+        help="set a field of Search or SearchRules, such as max_length=90; can be repeated. For beam search, "
+        "length_penalty=0 disables the length penalty. "
+        f"rules={'|'.join(SEARCH_PRESETS)} uses the search rules of the given program, including the length penalty "
+        "and the length limits; all other --search options override these rules (default: the settings stored in the "
+        "weight file, otherwise length_penalty=0.6 and at most 50 tokens more than the source, as in the paper)",
     )
 
 
@@ -185,8 +185,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("highest", "fast"),
         default="highest",
-        help="set the precision of float32 matrix multiplications: highest uses full float32, fast uses TF32 on a GPU "
-        "(default: highest)",
+        help="set the precision of float32 matrix multiplications: highest uses full float32, and fast uses TF32 on a "
+        "GPU (default: highest)",
     )
 
 
@@ -233,7 +233,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     fields = dict(options.search)
     if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
         known = ", ".join(sorted(SEARCH_FIELDS | RULES_FIELDS))
-        raise UsageError(f"--search must specify a field of {known}: got {unknown[0]}")
+        raise UsageError(f"unknown --search field {unknown[0]}; choose from {known}")
     search, rules = usual, usual.rules
     if "rules" in fields:
         search = replace(Search.preset(fields.pop("rules")), start_id=usual.start_id)
@@ -242,9 +242,9 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     fields = {name: value for name, value in fields.items() if name in SEARCH_FIELDS}
     beam_size = usual.beam_size if options.beam is None else options.beam
     if nbest is not None and nbest > (beam_size or 1):
-        raise UsageError(f"--nbest {nbest} requires a beam of at least that size: add --beam {max(nbest, 4)}")
+        raise UsageError(f"--nbest {nbest} requires a beam of at least that size; add --beam {max(nbest, 4)}")
     if beam_size is None and "length_penalty" in fields:
-        raise UsageError("--search length_penalty requires beam search: add --beam 4")
+        raise UsageError("--search length_penalty requires beam search; add --beam 4")
     return replace(search, **fields, beam_size=beam_size, num_hypotheses=nbest or 1, rules=rules)
 
 

@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action=one_or_more(ALL),
         default=list(ALL),
         metavar="NAME[,NAME]",
-        help=f"select the ports to inject bugs into, as a comma-separated list from {', '.join(ALL)} (default: all)",
+        help=f"inject bugs into these ports, given as a comma-separated list of {', '.join(ALL)} (default: all)",
     )
     names = [name.replace(" ", "-") for name in parts()]
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action=one_or_more(names),
         default=names,
         metavar="NAME[,NAME]",
-        help=f"inject only these parts of the bug catalog: {', '.join(names)} (default: all)",
+        help=f"inject only the bugs in these parts of the bug catalog (default: all): {', '.join(names)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for each bug as JSON")
     parser.set_defaults(run=run)

@@ -89,13 +89,14 @@ def add_parser(commands: Any) -> None:
         "--preset",
         choices=PRESETS,
         metavar="NAME",
-        help="use a small random model with the conventions of this preset instead of --weights",
+        help="use a small random model with the conventions of this preset instead of a weight file",
     )
     attention.add_argument(
         "--source",
         type=sentence,
         metavar="TEXT",
-        help="use this source sentence (default: a date, or a line of the included text)",
+        help="use this source sentence (default: a date for the included date model, otherwise a line of the included "
+        "text)",
     )
     attention.add_argument(
         "--target",

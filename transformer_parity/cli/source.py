@@ -27,9 +27,9 @@ FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in c
 MARK, MARKED = "> ", "reverse"  # visible without colors; the syntax theme doesn't use the style "reverse"
 
 DESCRIPTION = """\
-Print the same class, function, method, or module from the four packages. The
-pieces appear side by side if the terminal is wide enough (240 characters for four
-columns, 120 for two), otherwise one below the other.
+Print the same class, function, method, or module from the four packages. The code
+of the packages appears side by side if the terminal is wide enough (240 characters
+for four columns, 120 for two), otherwise one below the other.
 
 In a port, tokens are highlighted if the NumPy reference doesn't contain them
 ("added"). In the reference, tokens are highlighted if a port doesn't contain them

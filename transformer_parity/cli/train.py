@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         group = of_this_process(options.backends[0])
     if group is not None and group.size > 1 and options.parallel is None:
         raise UsageError(
-            f"{group.size} processes were started without a parallelism plan: add --parallel, such as --parallel "
+            f"{group.size} processes were started without a parallelism plan; add --parallel, such as --parallel "
             f"data={group.size}"
         )
     writes = group is None or group.rank == 0
@@ -139,27 +139,27 @@ def _check_options(options: argparse.Namespace) -> None:
     what = _given(options, ("task", "text", "resume"))
     if what not in (["--task"], ["--text"], ["--resume"], ["--text", "--resume"]):
         raise UsageError(
-            f"exactly one of --task, --text, and --resume is required (--resume can be combined with --text): got "
+            f"exactly one of --task, --text, and --resume is required (but --resume can be combined with --text): got "
             f"{', '.join(what) or 'none'}"
         )
     fields = dict(options.fields)
     if unknown := [name for name in fields if name not in KNOWN]:
-        raise UsageError(f"--set must specify a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
+        raise UsageError(f"unknown --set field {unknown[0]}; choose from {', '.join(sorted(KNOWN))}")
     if options.resume:
         given = _given(options, ("preset", "vocab_size", "seed"))
         if given := [*given, *(f"--set {name}" for name in fields if name not in PLAN_FIELDS)]:
-            raise UsageError(f"--resume uses the settings stored in the checkpoint: remove {', '.join(given)}")
+            raise UsageError(f"--resume uses the settings stored in the checkpoint; remove {', '.join(given)}")
         if len(options.backends) > 1:
             raise UsageError("--resume requires exactly one backend, because runs in lockstep are not saved")
     if options.parallel is None and options.processes is not None:
-        raise UsageError("--processes requires a parallelism plan: add --parallel, such as --parallel data=2")
+        raise UsageError("--processes requires a parallelism plan; add --parallel, such as --parallel data=2")
     if options.parallel is not None and len(options.backends) > 1:
         raise UsageError("--parallel requires exactly one backend, because runs in lockstep use one device per backend")
     if options.task and (options.held_out or options.vocab_size):
-        raise UsageError("--held-out and --vocab-size require --text: remove them, or replace --task with --text")
+        raise UsageError("--held-out and --vocab-size require --text; remove them, or replace --task with --text")
     unused = [f"--set {name}" for name in fields if name in ("dropout", "save_every", "keep", "average")]
     if len(options.backends) > 1 and unused:
-        raise UsageError(f"runs in lockstep use no dropout and are not saved: remove {', '.join(unused)}")
+        raise UsageError(f"runs in lockstep use no dropout and are not saved; remove {', '.join(unused)}")
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -187,7 +187,7 @@ def _set_up(options: argparse.Namespace, directory: Path) -> Setup:
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, directory, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):
-            raise UsageError(f"--resume uses {setup.dtype}, the dtype of the run: remove --dtype {options.dtype}")
+            raise UsageError(f"--resume uses {setup.dtype}, the dtype of the run; remove --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
             raise UsageError(
                 f"--stop-at must be greater than {setup.state.step}, the step of the checkpoint: got {options.stop_at}"
@@ -219,7 +219,7 @@ def _check_unused(directory: Path) -> None:
     """
     if checkpoints(directory) or (directory / MODEL).exists() or (directory / CURVE).exists():
         go_on = f"resume it with --resume {directory}, or " if checkpoints(directory) else ""
-        raise UsageError(f"{directory} already contains a run: {go_on}choose a different directory with --out")
+        raise UsageError(f"{directory} already contains a run; {go_on}choose a different directory with --out")
 
 
 class _TrainingLog:

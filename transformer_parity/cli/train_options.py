@@ -32,12 +32,12 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "dropout rate, or an object with one rate per site",
+    "dropout": "dropout rate, or a JSON object with one rate per site",
     "tokens_per_batch": "batch size in tokens, including padding",
-    "learning_rate_factor": "multiplier of the learning rate in equation (3)",
+    "learning_rate_factor": "multiplier of the learning rate in the paper's equation (3)",
     "warmup_steps": "steps during which the learning rate increases",
     "cooldown_steps": "final steps during which the learning rate falls to 0",
-    "average": "number of final checkpoints to average",
+    "average": "number of checkpoints, counted from the last, to average for the final weights",
 }
 OTHER_FIELDS = {
     "keep": "number of checkpoints to keep (default: the value of average)",
@@ -108,7 +108,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     what.add_argument(
         "--task",
         choices=["dates"],
-        help="train on generated dates (task: convert human-readable dates to ISO 8601)",
+        help="train on generated dates; the model learns to convert human-readable dates to ISO 8601",
     )
     what.add_argument(
         "--text",
@@ -121,11 +121,17 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         "--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="validate on these two text files"
     )
     what.add_argument(
-        "--resume", type=Path, metavar="RUN", help="resume from the last checkpoint in a run directory, or from a file"
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="resume from the last checkpoint in this run directory, or from this checkpoint file",
     )
     add_backends(parser, None, FALLBACK_HELP)
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the run to this directory (default: runs/TASK-BACKEND)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the run to this directory (default: the directory of the resumed run, otherwise runs/TASK-BACKEND)",
     )
 
     length = parser.add_argument_group("length")
@@ -154,7 +160,8 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         default=[],
         dest="fields",
         metavar="FIELD=VALUE",
-        help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; see below",
+        help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; the fields are "
+        "listed below",
     )
     model.add_argument(
         "--seed", type=int, metavar="N", help="set the seed for the weights, batches, and dropout (default: 0)"
@@ -164,22 +171,23 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     machine.add_argument(
         "--dtype",
         choices=["float64", "float32"],
-        help="store the weights in this dtype (default: float32, or the dtype of the resumed run)",
+        help="store the weights in this dtype (default: the dtype of the resumed run, otherwise float32)",
     )
     add_machine(machine)
     machine.add_argument(
         "--parallel",
         type=parallel_plan,
         metavar="PLAN",
-        help="divide each step among multiple devices, such as data=2,fsdp=2,tensor=2. data copies the model, fsdp "
-        "shards each parameter, and tensor shards the heads and the feed-forward network (default: one device)",
+        help="divide each step among multiple devices, for example with data=2,fsdp=2,tensor=2. data replicates the "
+        "model, fsdp shards each parameter, and tensor shards the heads and the feed-forward network (default: one "
+        "device)",
     )
     machine.add_argument(
         "--processes",
         type=positive,
         metavar="N",
-        help="run N processes on this machine and divide the devices among them (default: one process per device in "
-        "torch, otherwise one process)",
+        help="run N processes on this machine and divide the devices among these processes (default: one process per "
+        "device for torch, otherwise one process)",
     )
     return parser
 
@@ -197,4 +205,6 @@ def _fields() -> str:
     said = {name: _default(what, name) for name, what in WITH_DEFAULTS.items()} | OTHER_FIELDS
     lines = [f"  {name:26} {what}" for name, what in said.items()]
     others = ", ".join(name for name in (*MODEL_FIELDS, *TRAINING_FIELDS) if name not in said)
-    return "\n".join([*lines, *textwrap.wrap(f"also {others}", 118, initial_indent="  ", subsequent_indent="  ")])
+    return "\n".join(
+        [*lines, *textwrap.wrap(f"other fields: {others}", 118, initial_indent="  ", subsequent_indent="  ")]
+    )

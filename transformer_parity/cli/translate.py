@@ -90,7 +90,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "translate",
         description="Translate text with a weight file written by `parity train` or `parity import`, using the "
-        "vocabulary and search settings in the file. If the file contains no search settings, use greedy search.",
+        "vocabulary and search settings in the file. If the file contains no search settings, the command uses greedy "
+        "search.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -106,7 +107,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "file", nargs="?", type=Path, metavar="FILE", help="translate this file (default: standard input)"
     )
-    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare, all four")
+    add_backends(parser, None, f"all four for --compare, otherwise {FALLBACK_HELP}")
     add_search(parser)
     add_languages(parser)
     what = parser.add_argument_group("output")
@@ -117,7 +118,9 @@ def add_parser(commands: Any) -> None:
         help="print the N best hypotheses with their scores; N > 1 requires --beam",
     )
     what.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, followed by one with the result"
+        "--json",
+        action="store_true",
+        help="print one JSON object per input line, followed by one JSON object with the result of the command",
     )
     what.add_argument(
         "--compare",
@@ -174,26 +177,26 @@ def run(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     """Raise a UsageError if any of the options would have no effect, or if the input file doesn't exist."""
     if options.text is not None and options.file is not None:
-        raise UsageError(f"--text cannot be combined with a file: remove either --text or {options.file}")
+        raise UsageError(f"--text cannot be combined with a file; remove either --text or {options.file}")
     if options.file is not None and not os.path.exists(options.file):
         line = shlex.quote(str(options.file))
-        raise UsageError(f"there is no file {options.file}; to translate this text itself, use --text {line}")
+        raise UsageError(f"there is no file {options.file}; to translate the argument itself, use --text {line}")
     if not options.compare:
         if options.backends and len(options.backends) > 1:
-            raise UsageError("translating requires exactly one backend: specify only one, or add --compare")
+            raise UsageError("without --compare, exactly one backend is required; specify only one, or add --compare")
         return
     if options.backends and len(options.backends) == 1:
         (one,) = options.backends
         other = "numpy" if one != "numpy" else FALLBACK[0]
         raise UsageError(
-            f"--compare requires at least two backends: use, for example, --backends {one},{other}, or remove "
+            f"--compare requires at least two backends; use, for example, --backends {one},{other}, or remove "
             "--backends to compare all four"
         )
     if options.nbest:
-        raise UsageError("--compare prints only differences: remove --nbest")
+        raise UsageError("--compare prints only differences; remove --nbest")
     if options.dtype == "bfloat16" or options.precision == "fast":
         raise UsageError(
-            "--compare supports only float64 and float32 with --precision highest: remove --dtype bfloat16 or "
+            "--compare supports only float64 and float32 with --precision highest; remove --dtype bfloat16 or "
             "--precision fast"
         )
 
@@ -206,7 +209,7 @@ def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
         return
     if options.file is None:
         if sys.stdin is None:
-            raise UsageError("standard input is closed: specify the file to translate")
+            raise UsageError("standard input is closed; specify the file to translate")
         yield sys.stdin.buffer
         return
     with open_text(options.file) as file:

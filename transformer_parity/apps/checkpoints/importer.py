@@ -92,12 +92,12 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
         imported = module_of(name).read(path, options)
         check_search(imported.search, imported.config)
     except (IsADirectoryError, NotADirectoryError) as error:
-        raise ValueError(f"{path} must be {FORMATS[name][1]} to be imported as {name}") from error
+        raise ValueError(f"{path} cannot be imported as {name}: expected {FORMATS[name][1]}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
     if imported.vocabulary is None and name in FILES_OF_VOCABULARY:
         note = (
-            "the checkpoint contains no vocabulary: to translate text, pass vocabulary files, such as --vocab "
+            "the checkpoint contains no vocabulary; to translate text, pass vocabulary files, such as --vocab "
             f"{FILES_OF_VOCABULARY[name]}"
         )
         imported = dataclasses.replace(imported, notes=(*imported.notes, note))
@@ -128,7 +128,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
     asked = ASKED.get(name, ())
     if ignored := [flag for field, flag in flags.items() if getattr(options, field) and field not in asked]:
         takes = f"only supports {', '.join(flags[field] for field in asked)}" if asked else "supports no options"
-        raise ValueError(f"{path} has the format {name}, which {takes}: remove {', '.join(ignored)}")
+        raise ValueError(f"{path} has the format {name}, which {takes}; remove {', '.join(ignored)}")
 
 
 def recognized(path: Path, options: ReadOptions | None = None) -> str:
@@ -263,7 +263,7 @@ def check_empty(directory: Path) -> None:
     if not directory.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {directory.parent}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} must be a new or an empty directory")
+        raise ValueError(f"{directory} already exists and is not an empty directory")
 
 
 def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:

@@ -59,7 +59,7 @@ def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Ro
                 name = row.name.format(**fields)
                 if name in shapes and name not in names:
                     if name in found:
-                        raise ValueError(f"{name} must have only one name: got {found[name].foreign} and {row.foreign}")
+                        raise ValueError(f"{name} is mapped to two tensors, {found[name].foreign} and {row.foreign}")
                     found[name] = Row(name, row.foreign.format(**fields), row.form)
                     names.add(name)
     return found
@@ -85,11 +85,11 @@ def take(
     """
     layers = config.num_encoder_layers + config.num_decoder_layers
     if layers > len(tensors):  # avoid generating names for an unreasonable number of layers
-        raise ValueError(f"got {len(tensors)} tensors, too few for the config's {layers:,} layers")
+        raise ValueError(f"the config has {layers:,} layers, but the file contains only {len(tensors):,} tensors")
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
-        raise ValueError(f"the table of names must contain an entry for {some(unnamed)}")
+        raise ValueError(f"no tensor name is specified for {some(unnamed)}")
     problems = []
     for name, shape in shapes.items():
         _, foreign, form = rows[name]
@@ -97,9 +97,9 @@ def take(
         if foreign not in tensors:
             problems.append(f"missing {foreign} {list(needed)}")
         elif tensors[foreign].shape != needed:
-            problems.append(f"{foreign} must have shape {list(needed)}: got {list(tensors[foreign].shape)}")
+            problems.append(f"expected shape {list(needed)} for {foreign}, got {list(tensors[foreign].shape)}")
         elif tensors[foreign].dtype.name not in FLOAT_DTYPES:
-            problems.append(f"{foreign} must be one of {', '.join(FLOAT_DTYPES)}: got {tensors[foreign].dtype.name}")
+            problems.append(f"expected {' or '.join(FLOAT_DTYPES)} for {foreign}, got {tensors[foreign].dtype.name}")
     known = {row.foreign for row in rows.values()}
     problems += [
         f"unexpected {name} {list(array.shape)}"
@@ -138,9 +138,9 @@ def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
         ValueError: If the tensor is missing or is not a matrix.
     """
     if name not in held:
-        raise ValueError(f"there is no tensor {name}: {_there_is(held, name)}")
+        raise ValueError(f"there is no tensor {name}; {_there_is(held, name)}")
     if held[name].ndim != 2:
-        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape)}")
+        raise ValueError(f"{name} must be a matrix: got shape {list(held[name].shape)}")
     return held[name]
 
 

@@ -77,13 +77,13 @@ def read_names(options: ReadOptions) -> UserNames:
         *(ignored if isinstance(ignored, list) else [0]),
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"names in {what} must be strings, and 'ignored' must be a list of strings")
+        raise ValueError(f"the names in {what} must be strings, and 'ignored' must be a list of strings")
     fields = {**content.get("config", {}), **options.fields}
     known = {entry.name for entry in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(fields) - known):
         alike = [near for name in unknown for near in difflib.get_close_matches(name, known, 1)]
         meant = f"did you mean {', '.join(alike)}?" if alike else f"the fields are {', '.join(sorted(known))}"
-        raise ValueError(f"unknown config field {', '.join(unknown)}: {meant}")
+        raise ValueError(f"unknown config field {', '.join(unknown)}; {meant}")
     return UserNames(fields, names, rest.get("state", ""), rest.get("prefix", ""), tuple(ignored))
 
 
@@ -105,7 +105,7 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
     for part in filter(None, key.split(".")):
         if not isinstance(content, dict) or part not in content:
             held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-            raise ValueError(f"{path.name} must contain the key {part!r}: got {held}")
+            raise ValueError(f"{path.name} does not contain the key {part!r}: found {held}")
         content = content[part]
     return pickles.arrays(content, path.name)
 
@@ -123,7 +123,7 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
     """
     if missing := [name for name in needed if name not in said]:
         raise ValueError(
-            f"{what} does not contain {', '.join(missing)}: set each value with an option, such as "
+            f"{what} does not contain {', '.join(missing)}; set each value with an option, such as "
             f"--set {missing[0]}=VALUE, or under [config] in the TOML file that you pass as --names FILE"
         )
 
@@ -145,7 +145,7 @@ def prefix_of(names: Iterable[str], known: str, said: str) -> str:
     if len(found) > 1 and "" not in found:
         listed = ", ".join(found[:5])
         raise ValueError(
-            f'the file contains more than one model: set prefix = "..." under [file] to one of these prefixes: {listed}'
+            f"the file contains more than one model; set prefix under [file] in the TOML file to one of {listed}"
         )
     return found[0] if found else ""
 
@@ -207,6 +207,6 @@ def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config
         error = np.inf if exact is None else np.abs(table.astype(np.float64) - exact).max(initial=0.0)
         if not error <= ROUNDED * max(len(table), 10):
             raise ValueError(
-                f"{name} must contain sinusoids with position_layout {kind[0]} and position_timescale {kind[1]}: "
-                f"got a difference of {error:.2g}"
+                f"{name} does not contain the sinusoids of position_layout {kind[0]} and position_timescale {kind[1]}: "
+                f"the largest difference is {error:.2g}"
             )

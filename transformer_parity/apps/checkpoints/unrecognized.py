@@ -29,7 +29,7 @@ def seen(path: Path) -> tuple[str | None, str]:
             f"the directory contains neither {CONFIG} nor model.bin; if the checkpoint is a single file, pass its path"
         )
     if has(path.parent, CONFIG):
-        return None, f"the directory of this file contains {CONFIG}, so pass the directory: {path.parent}"
+        return None, f"the directory of this file contains {CONFIG}; pass the directory {path.parent} instead"
     try:
         if path.suffix == ".safetensors":
             names = tensors.names(path)
@@ -43,7 +43,7 @@ def seen(path: Path) -> tuple[str | None, str]:
     except ValueError as error:
         return None, f"{error}; {LISTED}"
     if not isinstance(content, dict):
-        return None, f"the file must contain named tensors: got {type(content).__name__}; {LISTED}"
+        return None, f"expected a file with named tensors, got {type(content).__name__}; {LISTED}"
     inside = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)}
     return _seen_in({"": content, **inside})
 
@@ -61,11 +61,11 @@ def _seen_in(states: dict[str, Iterable[str]]) -> tuple[str | None, str]:
     for key, held in states.items():
         names = [name for name in held if isinstance(name, str)]
         if any(f".{name}".endswith(f".{torch_nn.FIRST}") for name in names):
-            where = f', with state = "{key}" under [file]' if key else ""
-            return "torch", f"the tensors belong to torch.nn.Transformer: add --as torch --names FILE{where}"
+            where = f', and set state = "{key}" under [file] in FILE' if key else ""
+            return "torch", f"the tensors belong to torch.nn.Transformer; add --as torch --names FILE{where}"
         if any(name.endswith("encoder.layers.0.fc1.weight") for name in names):
             return None, (
-                "the tensors belong to fairseq or Hugging Face, but the settings are missing: pass the checkpoint that "
+                "the tensors belong to fairseq or Hugging Face, but the settings are missing; pass the checkpoint that "
                 "fairseq-train wrote, or the directory that save_pretrained wrote"
             )
     names = [str(name) for name in states[""]]

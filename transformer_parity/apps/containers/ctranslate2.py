@@ -56,34 +56,38 @@ def _read(file: BinaryIO, size: int) -> StoredModel:
     def text() -> str:
         held = file.read(number("H"))
         if not held.endswith(b"\0"):
-            raise ValueError("names must end with a null byte: got a name without one")
+            raise ValueError("a name does not end with a null byte")
         return held[:-1].decode()
 
     if not OLDEST <= (version := number("I")) <= NEWEST:
-        raise ValueError(f"the format version must be from {OLDEST} to {NEWEST}: got {version}")
+        raise ValueError(f"expected a format version from {OLDEST} to {NEWEST}, got {version}")
     name, revision = text(), number("I")
     variables: dict[str, ndarray] = {}
     for _ in range(number("I")):
         variable = text()
         shape = tuple(number("I") for _ in range(number("B")))
         if (kind := number("B")) >= len(DTYPES):
-            raise ValueError(f"the type of {variable} must be below {len(DTYPES)}: got {kind}")
+            raise ValueError(f"expected a type below {len(DTYPES)} for {variable}, got {kind}")
         dtype, claimed = np.dtype(DTYPES[kind]), number("I")
-        if claimed != math.prod(shape) * dtype.itemsize or claimed > size - file.tell():
+        if claimed != (needed := math.prod(shape) * dtype.itemsize):
             raise ValueError(
-                f"{variable} must fit its shape {list(shape)}, its dtype {dtype.name} and the file: "
-                f"got {claimed:,} bytes"
+                f"expected {needed:,} bytes for {variable} with shape {list(shape)} and dtype {dtype.name}, "
+                f"got {claimed:,}"
             )
+        if claimed > size - file.tell():
+            raise ValueError(f"{variable} extends beyond the end of the file")
         if variable in variables:
-            raise ValueError(f"names must be distinct: got {variable} more than once")
+            raise ValueError(f"duplicate name {variable}")
         variables[variable] = np.frombuffer(file.read(claimed), dtype).reshape(shape)
     for _ in range(number("I")):
         alias, of = text(), text()
-        if alias in variables or of not in variables:
-            raise ValueError(f"the alias {alias} must be a new name for an existing variable: got {of}")
+        if alias in variables:
+            raise ValueError(f"duplicate name {alias}")
+        if of not in variables:
+            raise ValueError(f"the alias {alias} refers to {of}, which does not exist")
         variables[alias] = variables[of]
     if file.tell() != size:
-        raise ValueError(f"the file must end after the aliases: got {size - file.tell():,} more bytes")
+        raise ValueError(f"expected the file to end after the aliases, got {size - file.tell():,} more bytes")
     return StoredModel(name, revision, variables)
 
 

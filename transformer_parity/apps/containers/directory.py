@@ -69,5 +69,5 @@ def read_json(path: Path, most: int = 16 * MIB) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must contain an object: got {type(content).__name__}")
+        raise ValueError(f"{path.name} must contain a JSON object: got {type(content).__name__}")
     return content

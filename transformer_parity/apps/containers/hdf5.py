@@ -35,7 +35,7 @@ def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
             _collect(file, "", datasets, set())
             claimed = sum(dataset.nbytes for dataset in datasets.values())
             if claimed > size:
-                raise ValueError(f"the datasets must fit the file's size of {size:,} bytes: got {claimed:,} bytes")
+                raise ValueError(f"the datasets have {claimed:,} bytes, but the file has only {size:,}")
             for name, dataset in datasets.items():
                 arrays[name] = np.asarray(dataset[()])
     except FileNotFoundError:
@@ -49,15 +49,15 @@ def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[in
     """Check the datasets in a group and its subgroups, and add them to ``found`` without reading their content."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen:
-        raise ValueError(f"groups must have only one path: got a second path, {prefix}")
+        raise ValueError(f"the group {prefix} has more than one path")
     seen.add(address)
     if prefix.count("/") > DEEPEST:
-        raise ValueError(f"groups must be nested at most {DEEPEST} levels deep: got {prefix}")
+        raise ValueError(f"expected groups nested at most {DEEPEST} levels deep, got {prefix}")
     for name in group:
         path = f"{prefix}{name}"
         link = group.get(name, getlink=True)
         if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{path} must not be a link: got {type(link).__name__}")
+            raise ValueError(f"{path} is a link ({type(link).__name__}), which is not supported")
         entry = group[name]
         if isinstance(entry, h5py.Group):
             _collect(entry, f"{path}/", found, seen)
@@ -65,15 +65,15 @@ def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[in
             _check(path, entry)
             found[path] = entry
         else:
-            raise ValueError(f"{path} must be a group or a dataset: got {type(entry).__name__}")
+            raise ValueError(f"expected {path} to be a group or a dataset, got {type(entry).__name__}")
 
 
 def _check(path: str, dataset: h5py.Dataset) -> None:
     if dataset.dtype.kind not in "fiub":
-        raise ValueError(f"{path} must contain numbers: got {dataset.dtype}")
+        raise ValueError(f"expected {path} to contain numbers, got {dataset.dtype}")
     if dataset.external or dataset.is_virtual:
-        raise ValueError(f"{path} must be stored in this file: got external or virtual storage")
+        raise ValueError(f"{path} uses external or virtual storage, which is not supported")
     if dataset.chunks is not None:
-        raise ValueError(f"{path} must be stored contiguously: got chunks, which may be compressed")
+        raise ValueError(f"{path} has a chunked layout, which is not supported because it can be compressed")
     if (held := dataset.id.get_storage_size()) != dataset.nbytes:
-        raise ValueError(f"{path} must have {dataset.nbytes:,} bytes for shape {list(dataset.shape)}: got {held:,}")
+        raise ValueError(f"expected {dataset.nbytes:,} bytes for {path} with shape {list(dataset.shape)}, got {held:,}")

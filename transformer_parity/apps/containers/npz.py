@@ -52,15 +52,20 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
             uses an unsupported compression method, or if the unpacked size is too large.
     """
     if len(members) > MOST_MEMBERS:
-        raise ValueError(f"the archive must have at most {MOST_MEMBERS:,} members: got {len(members):,}")
+        raise ValueError(f"expected at most {MOST_MEMBERS:,} members, got {len(members):,}")
     for member in members:
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
-            raise ValueError(f"{member.filename} must be stored or deflated, and not encrypted")
+        if member.flag_bits & 1:
+            raise ValueError(f"{member.filename} is encrypted")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(
+                f"expected {member.filename} to be uncompressed or to use Deflate compression, "
+                f"got compression method {member.compress_type}"
+            )
     if len({member.filename for member in members}) < len(members):
-        raise ValueError("members must have distinct names: got the same name more than once")
+        raise ValueError("multiple members have the same name")
     size, largest = sum(member.file_size for member in members), max(SMALL, LARGEST_RATIO * file_size)
     if size > largest:
-        raise ValueError(f"the archive must unpack to at most {largest:,} bytes: got {size:,}")
+        raise ValueError(f"expected at most {largest:,} bytes of unpacked data, got {size:,}")
 
 
 def write(path: str | Path, arrays: Mapping[str, ndarray]) -> None:
@@ -89,11 +94,11 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
         held = member.file_size - stream.tell()
         if size != held:
             raise ValueError(
-                f"{member.filename} must have {size:,} bytes for {dtype.name} {list(shape)}: got {held:,} bytes"
+                f"expected {size:,} bytes in {member.filename} for {dtype.name} {list(shape)}, got {held:,} bytes"
             )
         data = stream.read(size)  # raises an error if the member's checksum is wrong
     if len(data) != size:
-        raise ValueError(f"{member.filename} must have {size:,} bytes: got {len(data):,}; the file is truncated")
+        raise ValueError(f"{member.filename} is truncated (expected {size:,} bytes, got {len(data):,})")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
@@ -104,7 +109,7 @@ def _read_header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, n
     except (ValueError, KeyError) as error:
         raise ValueError(f"{name} must have a .npy header of version 1 or 2: {error}") from error
     if dtype.kind not in KINDS:
-        raise ValueError(f"{name} must contain numbers: got {dtype}")
+        raise ValueError(f"expected {name} to contain numbers, got {dtype}")
     if min(shape, default=0) < 0:
-        raise ValueError(f"sizes in the shape of {name} must not be negative: got {list(shape)}")
+        raise ValueError(f"expected nonnegative sizes in the shape of {name}, got {list(shape)}")
     return shape, is_fortran, dtype

@@ -192,14 +192,16 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
     """Read an archive that contains a pickle in ``NAME/data.pkl`` and the tensor data in ``NAME/data/KEY``."""
     with zipfile.ZipFile(file) as archive:
         members = {one.filename: one for one in archive.infolist()}
-        if len(members) != len(archive.infolist()) or len(members) > MOST_MEMBERS:
-            raise ValueError(f"{path.name} must have at most {MOST_MEMBERS:,} members with distinct names")
+        if (count := len(archive.infolist())) > MOST_MEMBERS:
+            raise ValueError(f"{path.name} must have at most {MOST_MEMBERS:,} members: got {count:,}")
+        if len(members) != count:
+            raise ValueError(f"multiple members of {path.name} have the same name")
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"{path.name} was not written by torch.save: it must have one member NAME/data.pkl")
+            raise ValueError(f"{path.name} was not written by torch.save: expected exactly one member NAME/data.pkl")
         directory = pickles[0].partition("/")[0]
         if any(name.startswith(f"{directory}/code/") for name in members):
-            raise ValueError(f"{path.name} is a TorchScript program: save its state_dict() with torch.save")
+            raise ValueError(f"{path.name} is a TorchScript program; save its state_dict() with torch.save")
 
         def start(name: str) -> int:
             return _start(file, members[name], path)
@@ -212,14 +214,14 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
 
         def numbers(dtype: Any, key: str, count: int) -> Storage:
             if (name := f"{directory}/data/{key}") not in members:
-                raise ValueError(f"the file must contain the member {name}: got no such member")
+                raise ValueError(f"the file does not contain the member {name}")
             needed, size = count * np.dtype(dtype).itemsize, members[name].file_size
             if needed > size:
-                raise ValueError(f"{name} must have at least {needed:,} bytes: got {size:,}; the file is truncated")
+                raise ValueError(f"{name} is truncated (expected at least {needed:,} bytes, got {size:,})")
             return Storage(path, dtype, count, start(name))
 
         if (order := f"{directory}/byteorder") in members and content(order, 16) != b"little":
-            raise ValueError(f"{path.name} must be little-endian: got a file that was written on a big-endian machine")
+            raise ValueError(f"{path.name} was written on a big-endian machine, which is not supported")
         pickled = content(pickles[0], MOST_PICKLED)
         _end(pickled, path)
         return _unpickled(pickled, path, numbers, also)
@@ -233,7 +235,7 @@ def _start(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
     file.seek(member.header_offset)
     header = file.read(30)
     if header[:4] != b"PK\3\4":
-        raise ValueError(f"{path.name} is damaged: the offset of {name} in its directory is wrong")
+        raise ValueError(f"{path.name} is damaged: the archive's directory contains a wrong offset for {name}")
     begin = member.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + member.file_size > path.stat().st_size:
         raise ValueError(f"{path.name} is truncated: {name} extends beyond the end of the file")
@@ -255,20 +257,20 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
     def promise(dtype: Any, key: str, count: int) -> Storage:
         if promised.setdefault(key, (dtype, count)) != (dtype, count):
-            raise ValueError(f"storage {key} must have only one dtype and length: got two")
+            raise ValueError(f"storage {key} has two different dtypes or lengths")
         return Storage(path, dtype, count, 0)
 
     version, machine, _, keys = (_unpickled(part, path, promise, also) for part in parts[1:])
     if version != LEGACY_VERSION or not (isinstance(machine, dict) and machine.get("little_endian") is True):
-        raise ValueError(f"{path.name} must have version {LEGACY_VERSION} and be little-endian: got a different format")
+        raise ValueError(f"{path.name} must be little-endian and have version {LEGACY_VERSION} of the legacy format")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(promised):
         raise ValueError(f"{path.name} is damaged: the list of storages does not match the storages of the tensors")
     begin, size, places = ends[-1], path.stat().st_size, {}
     for key in keys:
         dtype, count = promised[key]
         file.seek(begin)
-        if int.from_bytes(file.read(8), "little") != count:
-            raise ValueError(f"{path.name} is damaged: storage {key} must have {count:,} elements")
+        if (held := int.from_bytes(file.read(8), "little")) != count:
+            raise ValueError(f"{path.name} is damaged: expected {count:,} elements in storage {key}, got {held:,}")
         places[key] = begin + 8
         begin += 8 + count * np.dtype(dtype).itemsize
         if begin > size:
@@ -295,11 +297,11 @@ def _end(content: bytes, path: Path) -> int:
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
             given: Any = argument
             if name not in INSTRUCTIONS:
-                raise ValueError(f"the pickle must not contain the opcode {name}")
+                raise ValueError(f"the pickle contains the opcode {name}, which is not allowed")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
                 if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
-                    raise ValueError(f"memo indices of the pickle must be at most {puts + 256:,}: got {place:,}")
+                    raise ValueError(f"expected memo indices of at most {puts + 256:,}, got {place:,}")
                 memo[place] = stack[-1]
             elif name == "MARK":
                 marks.append(len(stack))
@@ -318,12 +320,12 @@ def _end(content: bytes, path: Path) -> int:
                     spent += held
                 del stack[below:]
                 stack += [(depth, held)] * len(leaves)
-                if below < 0 or depth > DEEPEST:
-                    raise ValueError(
-                        f"the pickle must not use an empty stack or nest tuples more than {DEEPEST} levels deep"
-                    )
+                if below < 0:
+                    raise ValueError("the pickle removes an object from an empty stack")
+                if depth > DEEPEST:
+                    raise ValueError(f"the pickle contains tuples that are nested more than {DEEPEST} levels deep")
             if spent > MOST_IN_TUPLES:
-                raise ValueError(f"tuples of the pickle must contain at most {MOST_IN_TUPLES:,} values: got more")
+                raise ValueError(f"the tuples in the pickle contain more than {MOST_IN_TUPLES:,} values")
             if name == "STOP":
                 return int(at or 0) + 1
     except (ValueError, LookupError) as error:
@@ -340,7 +342,9 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
         if not sound or len(shape) != len(strides) or any(type(one) is not int or one < 0 for one in sizes):
             raise ValueError("the file contains a tensor with invalid metadata")
         if offset + _span(shape, strides) > storage.length or math.prod(shape) > storage.length:
-            raise ValueError(f"a tensor of shape {list(shape)} must fit its storage: got {storage.length:,} elements")
+            raise ValueError(
+                f"a tensor of shape {list(shape)} exceeds its storage, which has {storage.length:,} elements"
+            )
         return Tensor(storage, offset, shape, strides)
 
     known: dict[str, Any] = {  # one dict per pickle, because a pickle can modify the objects that it refers to
@@ -355,7 +359,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
         def find_class(self, module: str, name: str) -> Any:
             if f"{module}.{name}" not in known:
                 raise ValueError(
-                    f"the pickle refers to {module}.{name}, which would run code: save only model.state_dict()"
+                    f"the pickle refers to {module}.{name}, which would run code; save only model.state_dict()"
                 )
             return known[f"{module}.{name}"]
 

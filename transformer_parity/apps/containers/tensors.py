@@ -56,12 +56,8 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
         listed = {name for name, where in places.items() if where == place}
         if odd := sorted(listed ^ tensors.keys()):
             if odd[0] in listed:
-                raise ValueError(
-                    f"{place} must contain {odd[0]}, which {index.name} lists: got a file without this tensor"
-                )
-            raise ValueError(
-                f"{index.name} must list {odd[0]}, which {place} contains: got an index without this tensor"
-            )
+                raise ValueError(f"{place} does not contain {odd[0]}, which {index.name} lists")
+            raise ValueError(f"{index.name} does not list {odd[0]}, which {place} contains")
         found |= tensors
     return found
 
@@ -90,7 +86,7 @@ def _open(path: Path) -> Iterator[safe_open]:
         size = int.from_bytes(start.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:
         raise ValueError(
-            f"{path.name} is not a valid safetensors file: its header must have at most {MOST_HEADER:,} bytes: "
+            f"{path.name} is not a valid safetensors file: expected a header of at most {MOST_HEADER:,} bytes, "
             f"got {size:,}"
         )
     try:

@@ -19,14 +19,14 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise ValueError(f"aliases are not supported: got *{self.peek_event().anchor}")
+            raise ValueError(f"the alias *{self.peek_event().anchor} is not supported")
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node: Any) -> Any:
         value = super().construct_scalar(node)
         # PyYAML parses base-60 numbers such as 1:2:3 in quadratic time.
         if node.tag in NUMBERS and len(value) > LONGEST_NUMBER:
-            raise ValueError(f"numbers must have at most {LONGEST_NUMBER} characters: got {len(value):,}")
+            raise ValueError(f"expected numbers of at most {LONGEST_NUMBER} characters, got {len(value):,}")
         return value
 
 

@@ -99,7 +99,7 @@ def draw_attention(asked: Asked) -> Figure:
         raise UsageError(f"--layer must be from 0 to {depth - 1} for this model: got {asked.layer}")
     sizes = config if asked.which == "encoder" else config.in_decoder
     if asked.which == "decoder" and not config.has_self_attention(asked.layer):
-        raise UsageError("--layer must not be 0 for this model: the first decoder layer has no self-attention")
+        raise UsageError("--layer must not be 0 because the first decoder layer of this model has no self-attention")
     tap = TAPS[asked.which].format(asked.layer)
     ports = [PORTS[name] for name in asked.backends]
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)

@@ -28,7 +28,7 @@ def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
     from matplotlib.figure import Figure
 
     if length < 1:
-        raise UsageError(f"--length must be at least 1: got {length}")
+        raise UsageError(f"length must be at least 1: got {length}")
     check_memory(8 * length * d_model, f"a figure of {length:,} by {d_model:,} values")
     sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": d_model, "d_k": 1, "d_v": 1}
     configs = {name: TransformerConfig.preset(name, **sizes) for name in presets}

@@ -107,14 +107,14 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
     if name not in CLASSES:
         if family not in FAMILIES:
             raise ValueError(
-                f"{directory}: to read a vocabulary, the family must be {', '.join(FAMILIES)}: got {family}"
+                f"the family of the vocabulary in {directory} must be one of {', '.join(FAMILIES)}: got {family}"
             )
         name = "Nllb" if family == "m2m_100" and not (directory / TABLE).is_file() else FAMILIES[family]
     form = CLASSES[name]
     complete = [names for names in form.choices if all((directory / file).is_file() for file in names)]
     if not complete:
         needed = ", or ".join(" and ".join(names) for names in form.choices)
-        raise ValueError(f"{directory} must contain {needed} for a {name} vocabulary: got an incomplete set")
+        raise ValueError(f"{directory} does not contain the files of a {name} vocabulary, {needed}")
     vocabulary = _built(form.kind, read_files(directory, complete[0], form.optional))
     size = fields.get("vocab_size")
     source, target = fields.get("src_vocab_size", size), fields.get("tgt_vocab_size", fields.get("decoder_vocab_size"))
@@ -129,7 +129,8 @@ def _built(kind: str, files: Mapping[str, bytes]) -> Vocabulary:
     except KeyError as error:
         raise ValueError(f"a vocabulary of kind {kind} requires {error}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"a file of the vocabulary is not UTF-8 text: {error}") from error
+        name = next((name for name, content in files.items() if content == error.object), kind)
+        raise ValueError(f"vocabulary file {name} is not valid UTF-8: {error}") from error
 
 
 def checked(vocabulary: Vocabulary, source_vocab_size: int, target_vocab_size: int) -> Vocabulary:

@@ -40,7 +40,7 @@ def read_file(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise ValueError(f"{path.name} must have at most {MOST_BYTES:,} bytes: got more")
+        raise ValueError(f"{path.name} has more than {MOST_BYTES:,} bytes")
     return content
 
 
@@ -56,7 +56,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"fields must be distinct: got {twice!r} more than once")
+            raise ValueError(f"duplicate key {twice!r}")
         return found
 
     try:
@@ -89,14 +89,14 @@ def checked_ids(found: Mapping[str, Any], name: str) -> dict[str, int]:
     pieces: list[str | None] = [None] * len(found)
     for piece, number in found.items():
         if type(number) is not int or number < 0:
-            raise ValueError(f"{name}: the ID of {piece!r} must be a nonnegative integer: got {number!r}")
+            raise ValueError(f"the ID of {piece!r} in {name} must be a nonnegative integer: got {number!r}")
         if number >= len(pieces):
-            raise ValueError(f"{name}: the ID of {piece!r} must be below {len(pieces):,}: got {number:,}")
+            raise ValueError(f"the ID of {piece!r} in {name} must be below {len(pieces):,}: got {number:,}")
         if pieces[number] is not None:
-            raise ValueError(f"{name}: IDs must be distinct: got {number:,} for {pieces[number]!r} and {piece!r}")
+            raise ValueError(f"{name} assigns the ID {number:,} to both {pieces[number]!r} and {piece!r}")
         pieces[number] = piece
     if not pieces:
-        raise ValueError(f"{name} must contain at least one piece: got none")
+        raise ValueError(f"{name} contains no pieces")
     return dict(found)
 
 
@@ -112,7 +112,7 @@ def read_yaml_map(content: bytes, name: str) -> dict[str, int]:
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{name} is not valid UTF-8: {error}") from error
     found: dict[str, int] = {}
     pending: str | None = None
     for number, line in enumerate(lines, 1):
@@ -126,10 +126,10 @@ def read_yaml_map(content: bytes, name: str) -> dict[str, int]:
         if pending is not None:
             piece, pending = pending, None
         if not value.strip().isdecimal() or not piece:
-            raise ValueError(f"{name}: line {number} must be `piece: id`: got {line[:60]!r}")
+            raise ValueError(f"line {number} of {name} must be `piece: id`: got {line[:60]!r}")
         piece = _unquoted(piece)
         if piece in found:
-            raise ValueError(f"{name}: pieces must be distinct: got {piece!r} more than once")
+            raise ValueError(f"duplicate piece {piece!r} in {name}")
         found[piece] = int(value)
     return found
 

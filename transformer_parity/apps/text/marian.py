@@ -42,8 +42,7 @@ class MarianVocabulary(Vocabulary):
         tables = [read_map(files, name) for names in (TABLES, TARGET_TABLES) for name in names if name in files]
         if len(models) == 1 or not (models or tables):
             raise ValueError(
-                "a Marian vocabulary must contain source.spm and target.spm, an ID table, or all of them: got an "
-                "incomplete set"
+                "a Marian vocabulary must contain an ID table, or both source.spm and target.spm, or all of these files"
             )
         if not tables:
             tables = [
@@ -131,7 +130,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
         if suffix == ".spm" and len(same) == 1:
             files[second] = files[first]
     if other := [path.name for path in paths if path.suffix not in (".spm", ".model", ".yml", ".json")]:
-        raise ValueError(f"vocabulary files must end in .spm, .model, .yml or .json: got {', '.join(other)}")
+        raise ValueError(f"vocabulary files must end in .spm, .model, .yml, or .json: got {', '.join(other)}")
     if any(name.endswith(".yml") for name in files) and any(name.endswith(".json") for name in files):
         raise ValueError("all ID tables of a vocabulary must have the same format: got .yml and .json")
     for path in paths:  # parse each file here so that an error message identifies the user's file

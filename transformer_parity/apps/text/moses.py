@@ -195,10 +195,10 @@ def read_dictionary(content: bytes, name: str) -> dict[str, int]:
             continue
         symbol, _, count = line.rstrip().removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not count.isdecimal() or not symbol:
-            raise ValueError(f"{name}: line {number} must be `symbol count`: got {line[:60]!r}")
+            raise ValueError(f"line {number} of {name} must be `symbol count`: got {line[:60]!r}")
         symbols.append(symbol)
     found = {symbol: number for number, symbol in enumerate(symbols)}
     if len(found) < len(symbols):
         twice = next(symbol for number, symbol in enumerate(symbols) if found[symbol] != number)
-        raise ValueError(f"{name}: symbols must be distinct: got {twice!r} more than once")
+        raise ValueError(f"duplicate symbol {twice!r} in {name}")
     return found

@@ -114,14 +114,14 @@ class Batches:
         for index, pair in enumerate(pairs):
             for name, ids in zip(("source", "target"), pair, strict=True):
                 if not len(ids):
-                    raise ValueError(f"a sentence must contain at least eos_id: got an empty {name} in pair {index}")
+                    raise ValueError(f"the {name} of pair {index} must contain at least eos_id: got an empty sentence")
                 if config.pad_id in ids:  # the model would mask this token, and the loss would ignore it
                     raise ValueError(f"pad_id {config.pad_id} must not occur in the {name} of pair {index}")
         limit = min(limit for limit in (max_length, config.max_positions, math.inf) if limit is not None)
         kept = [pair for pair in pairs if max(map(len, pair)) <= limit]
         if not kept:
             raise ValueError(
-                f"at least one pair must fit the maximum length: got {len(pairs)} pairs, {len(pairs)} of them too long"
+                f"all {len(pairs):,} sentence pairs are longer than the maximum length of {limit:,} tokens"
             )
         if multiple > len(kept):  # some micro-batches would contain only padding
             raise ValueError(f"{multiple:,} micro-batches require at least {multiple:,} pairs: got {len(kept):,}")

@@ -144,8 +144,8 @@ def text(
         training = [pair for pair in pairs if pair not in chosen]
         if not training:
             raise ValueError(
-                f"{files[0]} and {files[1]} must contain at least two distinct pairs of sentences, because one is held "
-                "out for validation: got one"
+                f"{files[0]} and {files[1]} must contain at least two distinct sentence pairs, because one pair is "
+                "held out for validation: got only one pair"
             )
     vocabulary = vocabulary or Subwords.train((line for pair in training for line in pair), vocab_size)
     origin = {
@@ -192,11 +192,11 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
         ValueError: If the content of the corpus has changed or ``origin`` is invalid.
     """
     if not isinstance(origin, dict):
-        raise TypeError(f"the corpus must be a JSON object: got {type(origin).__name__}")
+        raise TypeError(f"the entry 'corpus' must be a JSON object: got {type(origin).__name__}")
     check_choice("task", origin["task"], list(RECIPES))
     if origin["task"] == "dates":
         if any(moved.values()):
-            raise ValueError("the run was trained on dates, not on text: remove --text and --held-out")
+            raise ValueError("the run was trained on dates, not on text; remove --text and --held-out")
         corpus, what = dates(origin["seed"], vocabulary), "the generated dates"
     else:
         recorded, recorded_held_out = origin["files"], origin["held_out"]
@@ -205,7 +205,7 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
         corpus = text(files, held_out, 0, vocabulary)
         what = " and ".join(map(str, files))
     if corpus.origin["checksum"] != origin["checksum"]:
-        raise ValueError(f"{what} differ from the text with which this run started")
+        raise ValueError(f"{what} have changed since the run started")
     return corpus
 
 
@@ -219,7 +219,7 @@ def _recorded(files: Any) -> list[str]:
     for file in files:
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"the run's text {file} must be a regular file: if you moved the file, specify its new path with "
+                f"the run's text file {file} must be a regular file; if you moved the file, specify its new path with "
                 "--text or --held-out"
             )
     return files

@@ -136,9 +136,9 @@ def read_runs(directories: Sequence[Path]) -> list[dict[str, Any]]:
     logs = [read_log(directory) for directory in directories]
     for directory, log in zip(directories, logs, strict=True):
         kinds = {event["event"] for event in log}
-        if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
+        if lacking := [f"no {kind} event" for kind in ("start", "step") if kind not in kinds]:
             got = " and ".join(lacking)
-            raise UsageError(f"{directory / LOG} must contain the start of a run and a step: got {got}")
+            raise UsageError(f"{directory / LOG} contains {got}")
     backends = [name for log in logs for name in losses(log)[1]]
     if len(logs) > 1 and len(set(backends)) < len(backends):
         raise UsageError(f"runs must have different backends: got {', '.join(backends)}")

@@ -40,11 +40,11 @@ def found(backend: str, environment: Mapping[str, str]) -> Group | None:
             return _of_tf_config(json.loads(said))
         return Group(int(environment[rank]), int(environment[size])) if size in environment else None
     except KeyError as error:
-        raise ValueError(
-            f"the environment variables for multiple processes must include {error}: got an incomplete set"
-        ) from error
+        missing = f"TF_CONFIG must contain {error}" if backend == "tf" else f"{size} is set, but {error} is not"
+        raise ValueError(missing) from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the environment variables for multiple processes must be valid: {error}") from error
+        invalid = "TF_CONFIG is invalid" if backend == "tf" else f"{rank} and {size} must be integers"
+        raise ValueError(f"{invalid}: {error}") from error
 
 
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +62,7 @@ def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         how = "MASTER_ADDR=$(scontrol show hostnames | head -1) MASTER_PORT=29500"
-        raise ValueError(f"under srun, the address of the first process must be set: export {how}")
+        raise ValueError(f"MASTER_ADDR and MASTER_PORT must be set if srun starts the processes; run export {how}")
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     return {name: environment[slurm] for name, slurm in names.items()}
 

@@ -74,7 +74,7 @@ def _lock(file: int, directory: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise BlockingIOError(
-            f"another process is training in {directory}: specify a different directory with --out"
+            f"another process is training in {directory}; specify a different directory with --out"
         ) from error
     except OSError:
         pass

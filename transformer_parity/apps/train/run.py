@@ -265,8 +265,8 @@ class TrainingRun:
         """Return the error to raise if the run has diverged."""
         self.log.flush()
         saved = checkpoints(self.directory)[-1:]
-        last = f"; the last checkpoint is {saved[0].name}" if saved else ""
-        return UsageError(f"{what} at step {step}: try a smaller learning_rate_factor, or clip_norm=1{last}")
+        last = f" (the last checkpoint is {saved[0].name})" if saved else ""
+        return UsageError(f"{what} at step {step}{last}; try a smaller learning_rate_factor, or clip_norm=1")
 
     def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
         """Return each learner's held-out loss and score.

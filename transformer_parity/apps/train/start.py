@@ -134,7 +134,7 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
         **{"validate_every": tenth, "save_every": tenth, "keep": average, "average": average, **run}, steps=steps
     )
     if plan.keep < plan.average:
-        raise ValueError(f"keep must be at least average, {plan.average}: got {plan.keep}")
+        raise ValueError(f"keep must be at least {plan.average}, the value of average: got {plan.keep}")
     weights = ref.init_weights(config, changes.seed)
     return Setup(corpus, config, settings, weights, plan, tokens, changes.seed)
 
@@ -191,12 +191,12 @@ def resume(
     finished = (path.parent / MODEL).exists()  # a run may have been interrupted before it wrote the final weights
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
         raise ValueError(
-            f"{path} is the end of a run of {kept.steps} steps: to continue, specify a higher number with --steps"
+            f"{path} is the end of a run of {kept.steps} steps; to continue, specify a higher number with --steps"
         )
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
     if directory == path.parent and later:
         raise ValueError(
-            f"this run already continued from {path.name} to {later[-1]}: specify a different directory with --out DIR"
+            f"this run already continued from {path.name} to {later[-1]}; specify a different directory with --out DIR"
         )
     return Setup(
         corpus,

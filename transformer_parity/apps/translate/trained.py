@@ -76,7 +76,7 @@ def read_trained(path: Path) -> Trained:
         step = read_step(description)
     if stored is None:
         raise ValueError(
-            f"{path} contains no vocabulary: to add one, rerun `parity import` with --vocab, or call save_weights with "
+            f"{path} contains no vocabulary; to add one, rerun `parity import` with --vocab, or call save_weights with "
             "vocabulary=load_vocabulary(FILE), where FILE is a weight file written by `parity train`"
         )
     try:

@@ -93,7 +93,9 @@ def _split(variables: Mapping[str, ndarray]) -> dict[str, ndarray]:
     found: dict[str, ndarray] = {}
     for name, array in variables.items():
         if name.endswith(("/weight_scale", "/weight_zero")):
-            raise ValueError(f"{name}: the model is quantized; rerun the converter with --quantization float32")
+            raise ValueError(
+                f"the model is quantized (it contains {name}); rerun the converter with --quantization float32"
+            )
         path, _, kind = name.rpartition("/")
         layer, _, linear = path.rpartition("/")
         parts = FUSED.get(layer.rpartition("/")[2], {}).get(linear)
@@ -126,7 +128,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     """
     for name in tensors:
         if name.rpartition("/")[2] in OFF and _flag(tensors, name, 0):
-            raise ValueError(f"{name} must be 0 because this project does not support it: got 1")
+            raise ValueError(f"{name} is not supported: expected 0, got 1")
     source, target = (matrix(tensors, f"{stack}/{embeddings}/weight") for stack, embeddings in STACKS.items())
     output, d_model = matrix(tensors, "decoder/projection/weight"), source.shape[1]
     stacks = {
@@ -141,7 +143,9 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
         if name != "num_heads" and both[0] != both[1]:
             raise ValueError(f"encoder/{name} and decoder/{name} must be equal: got {both[0]} and {both[1]}")
     if activations[0] is None:
-        raise ValueError(f"encoder/activation must be one of {ACTIVATIONS}: got {stacks['activation'][0]:g}")
+        raise ValueError(
+            f"encoder/activation must be one of {list(ACTIVATIONS.values())}: got {stacks['activation'][0]:g}"
+        )
     heads = [int(one) for one in stacks["num_heads"]]
     widths = [len(matrix(tensors, f"{stack}/layer_0/ffn/linear_0/weight")) for stack in STACKS]
     epsilon = settings.get("layer_norm_epsilon")
@@ -265,5 +269,5 @@ def _read_tokens(path: Path, size: int) -> dict[str, int]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(tokens, list) or len(tokens) != size or not all(isinstance(one, str) for one in tokens):
-        raise ValueError(f"{path.name} must be a list of {size:,} tokens")
+        raise ValueError(f"{path.name} must be a JSON list of {size:,} strings")
     return {token: i for i, token in enumerate(tokens)}

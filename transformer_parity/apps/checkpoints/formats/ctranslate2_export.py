@@ -93,7 +93,10 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     for name, content in texts.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     padding = tokens[1][config.pad_id]
-    said = f"CTranslate2 has no padding token and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
+    said = (
+        f"CTranslate2 has no padding token and may generate {padding}; to prevent this, pass "
+        f"suppress_sequences=[[{padding!r}]]"
+    )
     return (said,) * (config == model.config)
 
 
@@ -140,5 +143,5 @@ def _tokens(model: Imported, size: int, source: bool, inside: bool) -> list[str]
     known = min(size, model.vocabulary.sizes[0 if source else 1])
     tokens = [*model.vocabulary.names(range(known), source=source), *(f"<extra{i}>" for i in range(known, size))]
     if len(set(tokens)) < size:
-        raise ValueError("CTranslate2 requires distinct tokens: the vocabulary contains some tokens more than once")
+        raise ValueError("the vocabulary contains duplicate tokens, which CTranslate2 does not support")
     return tokens

@@ -125,16 +125,17 @@ def read_settings(content: Any) -> dict[str, Any]:
         ValueError: If there are no options or an option enables an unsupported feature. The message identifies the
             option.
     """
-    if not isinstance(content, dict) or "model" not in content:
-        raise ValueError(
-            f"a fairseq checkpoint must be a dict with 'model' and its options: got {type(content).__name__}"
-        )
+    if not isinstance(content, dict):
+        raise ValueError(f"a fairseq checkpoint must be a dict: got {type(content).__name__}")
+    if "model" not in content:
+        raise ValueError("a fairseq checkpoint must contain the weights under the key 'model'")
     found = content.get("args") or (content.get("cfg") or {}).get("model")
     fields = vars(found) if isinstance(found, SimpleNamespace) else found
     if not isinstance(fields, dict):
         raise ValueError(
-            "a fairseq checkpoint must contain its options, as 'args' or in 'cfg': got neither. If they were removed "
-            "from the file, set content['args'] = argparse.Namespace(encoder_attention_heads=8, ...) and use torch.save"
+            "the checkpoint does not contain the options of fairseq-train, neither as 'args' nor in 'cfg'; if the "
+            "options were removed, load the file, set content['args'] = argparse.Namespace(encoder_attention_heads=8, "
+            "...), and save content with torch.save"
         )
     settings = {key: value for key, value in fields.items() if not isinstance(value, dict)}
     for stack in ("encoder", "decoder"):
@@ -194,7 +195,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     norms = [f"{stack}.layer_norm.weight" in tensors for stack in ("encoder", "decoder")]
     if norms[0] != norms[1]:
         raise ValueError(
-            "the file must contain both encoder.layer_norm and decoder.layer_norm, or neither: got only one"
+            "the file contains only one of encoder.layer_norm and decoder.layer_norm; it must contain both or neither"
         )
     learned = bool(settings.get("encoder_learned_pos", False))
     table = matrix(tensors, "encoder.embed_positions.weight") if learned else None

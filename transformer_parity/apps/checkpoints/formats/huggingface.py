@@ -106,8 +106,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """
     if has(path, ADAPTER):
         raise ValueError(
-            f"the directory contains an adapter (LoRA, {ADAPTER}), not a model: merge the adapter into its base "
-            "model, save the merged model, and import it"
+            f"the directory contains an adapter (LoRA, {ADAPTER}), not a model; merge the adapter into its base "
+            "model, save the merged model, and import the merged model"
         )
     given = read_json(member(path, CONFIG))
     family = family_of(given)
@@ -161,7 +161,7 @@ def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
             return [first, *(tensors.shards(first) if name.endswith(".json") else [])], found
     if other := [f"{title} ({name})" for name, title in OTHER_WEIGHTS.items() if has(path, name)]:
         raise ValueError(f"{path} must contain {' or '.join(WEIGHTS)}: got only weights for {', '.join(other)}")
-    raise FileNotFoundError(f"{path} contains no weights: the directory must contain {' or '.join(WEIGHTS)}")
+    raise FileNotFoundError(f"{path} contains no weights; the directory must contain {' or '.join(WEIGHTS)}")
 
 
 def settle_tables(
@@ -179,7 +179,7 @@ def settle_tables(
     output = output_name(family)
     names = (ENCODER, DECODER, output)
     if not any(name in found for name in (*names, SHARED)):
-        raise ValueError(f"the file must contain an embedding, {SHARED} or {ENCODER}: got neither")
+        raise ValueError(f"the file does not contain an embedding matrix, such as {SHARED} or {ENCODER}")
     fallback = next(found[name] for name in (SHARED, DECODER, ENCODER, output) if name in found)
     encoder = found.get(ENCODER, found.get(SHARED, fallback))
     decoder = found.get(DECODER, found.get(SHARED, fallback))
@@ -243,7 +243,7 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
         angles = 2e-7 * len(table) if config.position_timescale == "m_minus_1" else 0.0
         worst = float(np.abs(table.astype(np.float64) - exact).max(initial=0.0))
         if not worst <= 1.01 * step + angles:
-            raise ValueError(f"{name} must contain this family's sinusoids: got a difference of {worst:.2g}")
+            raise ValueError(f"{name} does not contain this family's sinusoids: the largest difference is {worst:.2g}")
     return {name: array for name, array in found.items() if name not in POSITIONS}
 
 
@@ -339,7 +339,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     fields["dtype"] = kinds.pop() if len(kinds) == 1 else "float32"
     generation, notes = write_search(model.search, config)
     if config.dropout.embedding != config.dropout.residual:
-        notes.append("transformers uses one rate for embedding and residual dropout: the residual rate is written")
+        notes.append("transformers uses one rate for embedding and residual dropout, so the residual rate is written")
     directory.mkdir(parents=True, exist_ok=True)
     tensors.write(directory / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):

@@ -126,16 +126,16 @@ FAMILIES = {
     ),
 }
 
-_T5 = "uses relative positions, RMSNorm and unscaled attention"
+_T5 = "uses relative positions, RMSNorm, and unscaled attention"
 _SPARSE = "uses sparse attention"
 _SPEECH = "reads audio, using convolutions before its encoder"
-_MULTIMODAL = "combines a text model with speech models: a dense NLLB model belongs to the family m2m_100"
+_MULTIMODAL = "combines a text model with speech models; a dense NLLB model belongs to the family m2m_100"
 OUT_OF_SCOPE = {
     **dict.fromkeys(("t5", "mt5", "byt5", "umt5", "switch_transformers", "longt5"), _T5),
     **dict.fromkeys(("whisper", "speech_to_text", "speecht5", "moonshine"), _SPEECH),
     **dict.fromkeys(("led", "bigbird_pegasus", "pegasus_x"), _SPARSE),
     "blenderbot-small": "normalizes the decoder's embeddings before it adds the positions",
-    "nllb-moe": "uses a mixture of experts: a dense NLLB model belongs to the family m2m_100",
+    "nllb-moe": "uses a mixture of experts; a dense NLLB model belongs to the family m2m_100",
     "seamless_m4t": _MULTIMODAL,
     "seamless_m4t_v2": _MULTIMODAL,
     "prophetnet": "predicts multiple tokens at once",
@@ -166,7 +166,7 @@ def family_of(fields: Mapping[str, Any]) -> str:
     for entry in NOT_DENSE:
         if fields.get(entry):
             raise ValueError(
-                f"config.json must not contain {entry}: first merge the adapter into the model, or dequantize the "
+                f"config.json must not contain {entry}; merge the adapter into the model, or dequantize the "
                 "weights to float32 or float16"
             )
     if name not in FAMILIES:

@@ -57,11 +57,13 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
     if isinstance(penalty, int | float) and penalty < 0:
         left_out.add("length_penalty")
     notes = [
-        f"{name} is {fields[name]!r:.60} in the generation config: this setting is not supported and is ignored"
+        f"{name} is {fields[name]!r:.60} in the generation config, but this setting is not supported and is ignored"
         for name in sorted(left_out)
     ]
     if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
-        notes.append(f"no maximum length is specified: translations end after {NEW_TOKENS} tokens, as in transformers")
+        notes.append(
+            f"no maximum length is specified, so translations end after {NEW_TOKENS} tokens, as in transformers"
+        )
     search = generation_search({name: value for name, value in fields.items() if name not in left_out}, config)
     if search.start_id == config.bos_id:
         search = replace(search, start_id=None)
@@ -99,7 +101,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
             raise TypeError(f"{name} must be a list: got {fields[name]!r:.60}")
     early = fields.get("early_stopping")
     if not isinstance(early, bool | str | None) or early not in STOPS:
-        raise ValueError(f"early_stopping must be false, true or 'never': got {early!r}")
+        raise ValueError(f"early_stopping must be false, true, or 'never': got {early!r}")
     rules = SearchRules.preset(
         "hf",
         stop=STOPS[early],
@@ -179,5 +181,5 @@ def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, A
         fields["length_penalty"] = search.length_penalty
         fields["early_stopping"] = {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop]
     if len(rules.forced_ids) > 1:
-        notes.append(f"`generate` can force only one token: only the first of {list(rules.forced_ids)} is written")
+        notes.append(f"`generate` can force only one token, so only the first of {list(rules.forced_ids)} is written")
     return fields, notes

@@ -106,10 +106,10 @@ def _open(path: Path) -> tuple[Any, bytes]:
             check_members(members, path.stat().st_size)
             sizes = {member.filename: member.file_size for member in members}
             for name, most in ((DESCRIPTION, LARGEST), (WEIGHTS, path.stat().st_size)):
-                if not 0 < sizes.get(name, 0) <= most:
-                    raise ValueError(
-                        f"{name} must exist and have at most {most:,} bytes: got {sizes.get(name, 0):,} bytes"
-                    )
+                if name not in sizes:
+                    raise ValueError(f"the archive does not contain {name}")
+                if not 0 < sizes[name] <= most:
+                    raise ValueError(f"expected {name} to have from 1 to {most:,} bytes, got {sizes[name]:,}")
             return json.loads(archive.read(DESCRIPTION)), archive.read(WEIGHTS)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is not a valid .keras file: {error}") from error
@@ -132,11 +132,10 @@ def fields_of(content: Any) -> dict[str, Any]:
         "TransformerEncoder": 0,
         "TransformerDecoder": 0,
     }
-    if other := sorted(set(found) - set(known)) or [name for name in known if name not in found]:
-        raise ValueError(
-            f"{DESCRIPTION} must contain the layers {', '.join(known)} and no others: "
-            f"missing or unexpected {', '.join(other)}"
-        )
+    if other := sorted(set(found) - set(known)):
+        raise ValueError(f"{DESCRIPTION} may only contain the layers {', '.join(known)}: got {', '.join(other)}")
+    if missing := [name for name in known if name not in found]:
+        raise ValueError(f"{DESCRIPTION} does not contain the layers {', '.join(missing)}")
     for name, count in known.items():
         if count and len(found[name]) != count:
             raise ValueError(f"{DESCRIPTION} must contain {count} {name} layers: got {len(found[name])}")
@@ -152,7 +151,9 @@ def fields_of(content: Any) -> dict[str, Any]:
             )
     first = stacks[0]
     if first.get("activation") not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}: got {first.get('activation')!r}")
+        raise ValueError(
+            f"activation in {DESCRIPTION} must be one of {', '.join(ACTIVATIONS)}: got {first.get('activation')!r}"
+        )
     return {
         "norm_order": "pre" if first.get("normalize_first") else "post",
         "activation": ACTIVATIONS[first["activation"]],

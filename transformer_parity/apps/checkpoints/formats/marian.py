@@ -165,7 +165,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     }
     (directory / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
     said = (
-        "the vocabulary is not written because Marian does not support its kind: add a vocabulary that Marian "
+        "the vocabulary is not written because Marian does not support its kind; add a vocabulary that Marian "
         "supports to model.npz.decoder.yml"
     )
     return () if decoder["vocabs"] else (said,)

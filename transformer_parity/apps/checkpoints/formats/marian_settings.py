@@ -90,7 +90,7 @@ def read_settings(tensors: Mapping[str, ndarray]) -> dict[str, Any]:
     from transformer_parity.apps.containers import yaml
 
     if SETTINGS not in tensors:
-        raise ValueError(f"a Marian model must contain its options in an array {SETTINGS}: got no such array")
+        raise ValueError(f"the file does not contain the array {SETTINGS} with Marian's options")
     settings = yaml.read(tensors[SETTINGS].tobytes().rstrip(b"\0"), SETTINGS)
     for option, (values, reason) in NEEDED.items():
         if option in settings and settings[option] not in values:

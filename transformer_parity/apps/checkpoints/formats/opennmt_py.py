@@ -150,8 +150,8 @@ def ids_of(vocabularies: Any) -> dict[str, int]:
     sides: list[Any] = [vocabularies.get(side) for side in ("src", "tgt")] if isinstance(vocabularies, dict) else [None]
     if not all(isinstance(tokens, list) for tokens in sides):
         raise ValueError(
-            "'vocab' must contain lists of tokens, 'src' and 'tgt': got a different structure; torchtext fields, which "
-            "older versions store, are not supported"
+            "'vocab' must contain two lists of tokens, 'src' and 'tgt'; torchtext fields, which older versions of "
+            "OpenNMT-py store, are not supported"
         )
     source, target = ({token: i for i, token in enumerate(tokens)} for tokens in sides)
     start = vocabularies.get("decoder_start_token") or START
