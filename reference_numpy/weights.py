@@ -73,7 +73,9 @@ def parameters(model: Model) -> dict[str, ndarray]:
             raise TypeError(f"{name} must be an array: got {type(array).__name__}")
         other = names.setdefault(array.ctypes.data, name)
         if other != name:
-            raise ValueError(f"{other} and {name} must be separate arrays, as in the config: got a shared array")
+            raise ValueError(
+                f"{other} and {name} are the same array, but the config does not tie them; assign a copy to one of them"
+            )
     named = {id(array) for array in found.values()}
     values = ((f"{path}{key}", x) for path, layer in layers(model).items() for key, x in vars(layer).items())
     arrays = [(name, x) for name, x in values if isinstance(x, ndarray) and x.dtype.kind == "f"]

@@ -94,7 +94,7 @@ UNEXPORTED = {
     ),
     "a shared array": (
         set_value(f"decoder.{INNER_PROJ}", lambda model: find(model, f"encoder.{INNER_PROJ}")),
-        f"encoder.{INNER_PROJ} and decoder.{INNER_PROJ} must be separate arrays, as in the config: got a shared array",
+        f"encoder.{INNER_PROJ} and decoder.{INNER_PROJ} are the same array, but the config does not tie them",
     ),
     "an appended layer": (
         lambda model: model.encoder.layers.append(copy.deepcopy(model.encoder.layers[0])),
@@ -117,7 +117,7 @@ def test_parameters_that_contradict_the_config_are_not_exported(change):
 def test_parameters_that_contradict_the_config_are_not_trained(change):
     model = tied()
     UNEXPORTED[change][0](model)
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match="must|the config does not tie them"):
         ref.Trainer(model, TrainingConfig())
 
 
