@@ -35,6 +35,7 @@ BAD_IDS = {
 }
 # Only lists and NumPy arrays can store these values.
 BAD_OBJECTS = {
+    "empty list": ([], ValueError, "must contain at least one token: got shape (0,)"),
     "ragged": ([[1, 2], [3]], ValueError, RAGGED),
     "text": ([["a", "b"]], TypeError, "must be integers: got str32"),
     "beyond every integer type": ([[1, 2**70]], TypeError, "must be integers: got object"),

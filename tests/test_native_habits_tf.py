@@ -123,6 +123,59 @@ def test_train_step_of_a_frozen_model_changes_no_weights(port, dtype):
         np.testing.assert_array_equal(weight, expected[name])
 
 
+def replace_inner(package, model):
+    with_canonical_path = package.layers.Linear(24, 48, bias=True, dtype="float64", name="inner")
+    model.encoder.layers[0].feed_forward.inner_proj = with_canonical_path
+
+
+CHANGES = {
+    "replaced": replace_inner,
+    "swapped": lambda package, model: model.encoder.layers.reverse(),
+    "removed": lambda package, model: model.encoder.layers.pop(),
+    "LoRA": lambda package, model: model.encoder.layers[0].self_attention.query_proj.enable_lora(2),
+    "quantized": lambda package, model: model.encoder.layers[0].feed_forward.inner_proj.quantize("int8"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fast", [True, False])
+def test_trainer_rejects_a_model_with_changed_variables(port, change, fast):
+    """A step would train variables that the model no longer uses, and report their loss."""
+    config = CONFIG.replace(num_encoder_layers=2)
+    model = port.package.Transformer.from_weights(config, random_weights(config), dtype="float64", fast=fast)
+    trainer = port.package.Trainer(model, SETTINGS)
+    trainer.evaluate(*BATCH)
+    CHANGES[change](port.package, model)
+    for method in (trainer.train_step, trainer.gradient, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"the model's trainable variables have changed: .*; create a new Trainer"):
+            method(*BATCH)
+    assert trainer.step == 0
+
+
+def test_training_step_follows_a_changed_dropout_rate(port):
+    import keras
+
+    model = build(port, dropout=HALF)
+    trainer = port.package.Trainer(model, SETTINGS)
+    trainer.train_step(*BATCH)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0
+    expected = trainer.gradient(*BATCH).loss
+    assert abs(float(trainer.train_step(*BATCH).loss) - expected) <= 1e-9
+
+
+def test_search_follows_changed_attributes_of_layers(port):
+    model, other = build(port), build(port, activation="gelu")
+    port.package.greedy_search(model, SOURCE, 4)  # traces the model
+    for stack in (model.encoder, model.decoder):
+        stack.layers[0].feed_forward.activation = "gelu"
+    expected = port.package.greedy_search(other, SOURCE, 4)
+    assert_close(port.package.greedy_search(model, SOURCE, 4).scores, expected.scores)
+    model.decoder.layers[0].feed_forward.inner_proj.dtype_policy = "mixed_bfloat16"
+    assert np.abs(port.package.greedy_search(model, SOURCE, 4).scores - expected.scores).max() > 1e-6
+
+
 # --- Dropout ---
 
 

@@ -72,6 +72,7 @@ ALLOWED = [
     ("tf", "layers", "lacks definition Linear.__init__", SHIPPED),
     ("tf", "layers.Linear", "*", SHIPPED),
     ("tf", "weights", "adds definition keras_path", "Keras uses different variable names"),
+    ("tf", "weights", "adds definition check_variables", "Keras can replace variables, which a trace does not notice"),
     ("tf", "runtime", "adds definition to_policy", "Keras uses dtype policies in addition to dtypes"),
     ("torch", "*", "adds definition *.extra_repr", "PyTorch calls this method to print a module"),
     ("torch jax tf", "part", "lacks definition Part.__repr__", "the framework already prints its modules"),

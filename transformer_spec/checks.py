@@ -145,12 +145,12 @@ def check_ids(
         TypeError: If the IDs are not integers.
         ValueError: If the IDs have the wrong rank, are empty or too long, or an ID is outside the vocabulary.
     """
+    if 0 in shape:  # first, because NumPy converts an empty list to floats
+        raise ValueError(f"{name} must contain at least one token: got shape {tuple(shape)}")
     if not dtype.startswith(("int", "uint")):
         raise TypeError(f"{name} must be integers: got {dtype}")
     if len(shape) != 2:
         raise ValueError(f"{name} must have shape [batch, length]: got {tuple(shape)}")
-    if 0 in shape:
-        raise ValueError(f"{name} must contain at least one token: got shape {tuple(shape)}")
     if max_positions is not None and shape[1] is not None and shape[1] > max_positions:
         raise ValueError(f"{name} must be at most {max_positions} tokens long: got {shape[1]}")
     if values is not None:

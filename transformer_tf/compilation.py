@@ -23,6 +23,7 @@ from transformer_spec.shapes import Bool, Int
 from transformer_tf.layers import own_rows
 from transformer_tf.runtime import compiles_quickly, placed
 from transformer_tf.transformer import Transformer
+from transformer_tf.weights import check_variables
 
 # Traced functions of each model, for the lifetime of the model. The functions aren't stored in attributes of the model,
 # because Keras saves and copies attributes.
@@ -67,9 +68,8 @@ def call_traced(
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # The key contains the variables' identities, because Keras replaces some variables when it adds others, for
-        # example for LoRA. The types distinguish greedy search, sampling, and beam search.
-        key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
+        # The types distinguish greedy search, sampling, and beam search.
+        key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *_layer_keys(model)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a proxy doesn't keep the model alive
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
@@ -80,7 +80,8 @@ def call_traced(
 def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numbers: Any, by_xla: bool = False) -> Any:
     """Call a function of a trainer. On a mesh, each device calls it with its shard of the batch.
 
-    TensorFlow traces the function once for all lengths, and again if the frozen parameters or the settings change.
+    TensorFlow traces the function once for all lengths, and again if the frozen parameters, the settings, or attributes
+    of layers change.
 
     Args:
         trainer: Trainer.
@@ -88,14 +89,29 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
         part: First arguments of the function. On a mesh, the first axis of each of them is the device.
         numbers: Other arguments of the function. They and the result are the same on all devices.
         by_xla: True compiles the function using XLA, once per shape.
+
+    Raises:
+        ValueError: If the model's trainable variables have changed since the trainer was created.
     """
+    check_variables(trainer.model, trainer._variables)
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
     trained = (name for name, variable in trainer._variables.items() if variable.trainable)
-    key = function.__name__, trainer.settings, *trained
+    key = function.__name__, trainer.settings, *trained, *_layer_keys(trainer.model)
     if key not in trainer._traced:
         trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
     return trainer._traced[key](part, *numbers)
+
+
+def _layer_keys(model):
+    """Return a key for each layer, which changes if a trace would use an old variable or attribute of the layer.
+
+    It contains the identities of variables, because Keras replaces some variables when it adds others, for example for
+    LoRA.
+    """
+    for layer in model._flatten_layers():
+        held, variables = vars(layer), (*layer._trainable_variables, *layer._non_trainable_variables)
+        yield layer.dtype_policy.name, held.get("activation"), held.get("rate"), id(layer), *map(id, variables)
 
 
 def _traced(trainer, function, arguments, by_xla):

@@ -218,7 +218,7 @@ class Trainer:
         self.optimizer = adam(parameters(model), settings)
         self.start(_trained(self._variables))
         check_copies(self)
-        self._traced: dict[tuple[Any, ...], Any] = {}  # keys: function, settings, trained parameters
+        self._traced: dict[tuple[Any, ...], Any] = {}  # keys: function, settings, trained parameters, layers
 
     def __reduce__(self) -> NoReturn:
         """Raise a TypeError, because a copied optimizer would not update the variables of a copied model."""
@@ -241,8 +241,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
-                divide the batch size.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
+                divide the batch size, or the model's trainable variables have changed.
         """
         check_call("train_step", self.model)
         settings, config = self.settings, self.model.config

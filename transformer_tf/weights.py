@@ -68,6 +68,22 @@ def variables(model: Model) -> dict[str, keras.Variable]:
     return found
 
 
+def check_variables(model: Model, known: Mapping[str, keras.Variable]) -> None:
+    """Check that a model still computes with the variables that it had when a ``Trainer`` was created for it.
+
+    Raises:
+        ValueError: If a layer was replaced, added, removed, or quantized, or LoRA was enabled.
+    """
+    changed = "the model's trainable variables have changed"
+    try:
+        found = variables(model)
+    except ValueError as error:
+        raise ValueError(f"{changed}: {error}; create a new Trainer") from error
+    for name, variable in found.items():
+        if variable is not known.get(name):
+            raise ValueError(f"{changed}: {name} was replaced; create a new Trainer")
+
+
 def _computed_with(model):
     """Return the Keras variables that the model computes with, or tensors computed from them, keyed by canonical name.
 
@@ -93,7 +109,8 @@ def _computed_with(model):
     for variable in model.trainable_variables:
         if id(variable) not in named and "/lora_" not in variable.path:
             raise ValueError(
-                f"{variable.path} has no canonical name; freeze the variable, or save the model with model.save"
+                f"{variable.path} has no canonical name because it was added or its layer was replaced; freeze the variable, "
+                "or save the model with model.save"
             )
     return found
 
