@@ -109,8 +109,8 @@ def _computed_with(model):
     for variable in model.trainable_variables:
         if id(variable) not in named and "/lora_" not in variable.path:
             raise ValueError(
-                f"{variable.path} has no canonical name because it was added or its layer was replaced; freeze the variable, "
-                "or save the model with model.save"
+                f"{variable.path} has no canonical name because it was added or its layer was replaced; freeze the "
+                "variable, or save the model with model.save"
             )
     return found
 
