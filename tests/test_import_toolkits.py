@@ -131,8 +131,8 @@ WRONG = {
         (flipped, "pe.pe does not contain the sinusoids of position_layout interleaved and position_timescale m: the"),
     ],
     "joeynmt-post": [
-        (both(alpha=1.2), "alpha in config.yaml must be 1.0: got 1.2"),
-        (both(type="recurrent"), "type in config.yaml must be 'transformer': got 'recurrent'"),
+        (both(alpha=1.2), "model.encoder.alpha and model.decoder.alpha in config.yaml must be 1.0: got 1.2"),
+        (both(type="recurrent"), "model.decoder.type in config.yaml must be 'transformer': got 'recurrent'"),
         (both(activation="tanh"), "activation in config.yaml must be one of relu, gelu, swish: got 'tanh'"),
         (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' or 'post' in both stacks: got None"),
         (

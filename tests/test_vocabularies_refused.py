@@ -69,8 +69,8 @@ def test_oversized_vocabulary_files_are_rejected(tmp_path, monkeypatch, unigram)
 def test_missing_vocabulary_files_are_named_in_the_error(tmp_path, unigram):
     files = marian_files(unigram)
     for family, message in {
-        "marian": "does not contain the files of a Marian vocabulary, source.spm and target.spm and vocab.json",
-        "bart": "does not contain the files of a Bart vocabulary, tokenizer.json, or vocab.json and merges.txt",
+        "marian": "a complete Marian vocabulary: it must contain source.spm and target.spm and vocab.json",
+        "bart": "a complete Bart vocabulary: it must contain tokenizer.json, or vocab.json and merges.txt",
         "t5": "the family of the vocabulary in .* must be one of marian, .*: got t5",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="run N randomly chosen mutants of each package (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="set the seed of the sample (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="set the random seed for choosing the mutants (default: %(default)s)"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write a summary of all results and the machine as JSON"
     )

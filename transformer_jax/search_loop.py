@@ -29,8 +29,8 @@ def run_search(
     leaves, structure = jax.tree.flatten(model)  # compiled code is cached by structure
     if any(isinstance(x, jax.core.Tracer) for x in (source_ids, source_mask, *leaves)):
         raise TypeError(
-            "a search must not be called inside jax.jit or a similar transformation, because the search compiles its "
-            "own loop; call the search outside, or write the loop using init_cache and decode_step"
+            "a search cannot run inside jax.jit or a similar transformation, because it compiles its own loop; call "
+            "the search outside the transformation, or write the loop using init_cache and decode_step"
         )
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
     plan = search.plan(model.config, source_mask)

@@ -291,7 +291,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
     def _take(self, source_ids, target_ids, labels):
-        """Check and return a batch, divided over the devices, and the random bits for its dropout."""
+        """Check a batch, divide it over the devices, and return it with the random bits for the dropout masks."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
         dtype = self.model.source_embedding.embedding.dtype.name  # the model may have been cast

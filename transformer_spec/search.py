@@ -308,7 +308,7 @@ class Search:
         )
 
     def _prefix(self, config: TransformerConfig, limits: Int[ndarray, " B"]) -> Any:
-        """Return the prefix of each sequence's hypotheses [B, capacity], padded, or () if no sequence has a prefix."""
+        """Return the padded prefixes of the sequences [B, capacity], or () if no sequence has a prefix."""
         name = "forced_ids" if self.prefix_ids is None else "prefix_ids"
         rows = (self.rules.forced_ids,) * len(limits) if self.prefix_ids is None else self.prefix_ids
         if len(rows) != len(limits):

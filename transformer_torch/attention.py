@@ -212,7 +212,7 @@ class MultiHeadAttention(nn.Module):
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module, which omits settings that the projections show."""
+        """Return the settings that ``print(model)`` shows for this module. The projections show their own settings."""
         return f"num_heads={self.num_heads}"
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

@@ -77,7 +77,7 @@ class TokenEmbedding(nn.Embedding):
         return F.embedding(ids, self.weight) * self.multiplier
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module."""
+        """Return the settings that ``print(model)`` shows for this module."""
         return f"{super().extra_repr()}, multiplier={self.multiplier:g}"
 
 
@@ -110,7 +110,7 @@ class SinusoidalPosition(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module."""
+        """Return the settings that ``print(model)`` shows for this module."""
         config = self.config
         conventions = config.position_layout, config.position_timescale
         return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
@@ -145,7 +145,7 @@ class LearnedPosition(nn.Embedding):
         return self.weight[self.offset : self.offset + length]
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module."""
+        """Return the settings that ``print(model)`` shows for this module."""
         return f"{super().extra_repr()}, offset={self.offset}"
 
 
@@ -205,7 +205,7 @@ class TiedProjection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module."""
+        """Return the settings that ``print(model)`` shows for this module."""
         out_features, in_features = self.weight.shape
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 

@@ -48,5 +48,5 @@ class PositionwiseFeedForward(nn.Module):
         return tap("output", self.output_proj(self.dropout(inner)))
 
     def extra_repr(self) -> str:
-        """Return the extra representation of the module, which omits settings that the layers show."""
+        """Return the settings that ``print(model)`` shows for this module. The layers show their own settings."""
         return f"activation={self.activation!r}"

@@ -100,9 +100,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--stage",
         action=one_or_more(STAGES),
         metavar=",".join(STAGES),
-        help="run only these stages. activations: every intermediate value; gradients: every gradient; steps: weights "
-        "and moments after 1, 5, and 20 optimizer steps; decode: tokens and scores of greedy and beam search "
-        "(default: all)",
+        help="run only these stages (default: all): activations (compares every intermediate value), gradients "
+        "(every gradient), steps (weights and moments after 1, 5, and 20 optimizer steps), decode (tokens and scores of greedy "
+        "and beam search)",
     )
     parser.add_argument(
         "--weights",
@@ -122,7 +122,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=16,
         metavar="N",
-        help="compare N sentence pairs; 0 runs only the small cases (default: 16)",
+        help="run the sentence cases on N sentence pairs; 0 skips the sentence cases (default: 16)",
     )
     add_outputs(parser)
     parser.add_argument(

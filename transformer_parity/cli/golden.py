@@ -194,7 +194,7 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "compare",
-        help="compare two directories of golden vectors, from any language",
+        help="compare two directories of golden vectors, which can be written in any programming language",
         description="Compare two directories of golden vectors, tensor by tensor. Directory A supplies the model, "
         "weights, inputs, and cases. Both A and B are compared with the NumPy reference.",
         epilog=COMPARE_EXAMPLES,

@@ -34,7 +34,11 @@ COMMANDS = {
     ),
     "init-port": ("init_port", "add_parser", "write a port template that already agrees with the reference"),
     "golden": ("golden", "add_parser", "write golden vectors: the inputs, weights, and results of a model, as files"),
-    "compare": ("golden", "add_parser_compare", "compare two directories of golden vectors, from any language"),
+    "compare": (
+        "golden",
+        "add_parser_compare",
+        "compare two directories of golden vectors, which can be written in any programming language",
+    ),
     "selftest": ("selftest", "add_parser", "inject known bugs into the ports and check that each is detected"),
     "train": ("train", "add_parser", "train a model, or resume a run in a different backend"),
     "checkpoint": ("checkpoint", "add_parser", "convert between sharded checkpoints and single-file checkpoints"),

@@ -115,7 +115,7 @@ def add_parser(commands: Any) -> None:
         "--nbest",
         type=positive,
         metavar="N",
-        help="print the N best hypotheses with their scores; N > 1 requires --beam",
+        help="print the N best hypotheses with their scores; N > 1 requires beam search with a beam of at least N",
     )
     what.add_argument(
         "--json",

@@ -190,7 +190,7 @@ class Replay:
     def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
         """Return the reference's own error in the working dtype at each tap, starting from the given values.
 
-        An error that is non-finite because of a given NaN or infinity is replaced with 0.
+        If a given value is NaN or infinite and the error therefore isn't finite, the error is set to 0.
         """
         if self.rounded is None:
             return {}

@@ -114,7 +114,7 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
     complete = [names for names in form.choices if all((directory / file).is_file() for file in names)]
     if not complete:
         needed = ", or ".join(" and ".join(names) for names in form.choices)
-        raise ValueError(f"{directory} does not contain the files of a {name} vocabulary, {needed}")
+        raise ValueError(f"{directory} does not contain a complete {name} vocabulary: it must contain {needed}")
     vocabulary = _built(form.kind, read_files(directory, complete[0], form.optional))
     size = fields.get("vocab_size")
     source, target = fields.get("src_vocab_size", size), fields.get("tgt_vocab_size", fields.get("decoder_vocab_size"))

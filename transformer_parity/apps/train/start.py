@@ -196,7 +196,8 @@ def resume(
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
     if directory == path.parent and later:
         raise ValueError(
-            f"this run already continued from {path.name} to {later[-1]}; specify a different directory with --out DIR"
+            f"{directory} already contains later checkpoints than {path.name}, up to {later[-1]}; specify a different "
+            "directory with --out DIR"
         )
     return Setup(
         corpus,

@@ -112,7 +112,7 @@ def load(directory: str | Path) -> dict[str, ndarray]:
 
 
 def rerun(directory: str | Path, show: Callable[[str], None] = print) -> float:
-    """Rerun the port's saved block on correct inputs, and return its relative error."""
+    """Rerun a saved block of the port on correct inputs, and return the relative error of the block's output."""
     directory = Path(directory)
     saved = _about(directory)
     config, weights = load_weights(directory / MODEL)

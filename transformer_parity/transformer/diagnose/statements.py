@@ -39,7 +39,7 @@ def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Add a statement that the returned tensors differ from the declared tensors, unless ``detail`` is empty."""
+    """If ``detail`` isn't empty, add a statement that the port's tensors differ from the tensors that it declares."""
     if not detail:
         return found
     promise = f"the port returned different tensors than it declared: {detail}"

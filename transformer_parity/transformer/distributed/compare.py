@@ -117,7 +117,7 @@ def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
 
 
 def tensors(seen: Seen) -> dict[str, ndarray]:
-    """Return the results of a process as a dict from names to tensors. Tensors that a bug affects first come first."""
+    """Return the results of a process as a dict from names to tensors, in the order in which a bug affects them."""
     numbers: dict[str, ndarray] = {}
     reported: dict[str, Sequence[float]] = {
         LOSS: seen.losses,

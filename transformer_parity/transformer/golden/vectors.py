@@ -241,7 +241,7 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
     if inside.is_absolute() or ".." in inside.parts or "\\" in file or ":" in file:
         raise ValueError(f"file {file!r} is not inside the directory of the manifest")
     if not (path / file).is_file():
-        raise FileNotFoundError(f"{path} does not contain {file}, which is listed in its {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain {file}, which {MANIFEST} lists")
     content = (path / file).read_bytes()
     if (found := sha256(content)) != (needed := _entry(record, "sha256", str)):
         raise ValueError(f"{file} is truncated or modified: expected SHA-256 {needed}, got {found}")

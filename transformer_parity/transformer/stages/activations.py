@@ -17,7 +17,7 @@ from transformer_spec.names import tap_shapes
 
 
 class ActivationStage(Stage):
-    """Compares the value at every tap, and the output of a run without taps, as in normal use."""
+    """Compares the value at every tap. Also compares the output of a normal run, which has no taps."""
 
     name = ACTIVATIONS
     component = "full model"

@@ -19,7 +19,7 @@ from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, 
 
 @dataclass(frozen=True)
 class Read:
-    """The positions in each tensor that the model uses.
+    """The positions that the model uses, for each tensor.
 
     Attributes:
         masks: A mask for each tensor name, True for used positions, with a shape that broadcasts to the tensor. If a

@@ -119,8 +119,8 @@ class StepStage(TrainingStage):
 def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
     """Train a model, and return all losses as well as the weights and moments after the steps in ``snapshots``.
 
-    The weights don't include key biases. The gradients of key biases are rounding noise (see ``training_error``), which
-    Adam scales up to full steps, and the values of key biases don't affect any output.
+    The weights don't include key biases. Their values don't affect any output, and their gradients consist only of
+    rounding errors (see ``training_error``), which Adam scales up to full steps.
     """
     batches = shifted(case.inputs, case.rows)
     trainer = loaded.trainer(case.training)

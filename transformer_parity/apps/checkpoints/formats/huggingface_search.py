@@ -80,7 +80,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
     token and a forced first token.
 
     Args:
-        fields: Content of the file. Fields that do not affect the search are ignored.
+        fields: Dict with the JSON content of the file. Fields that do not affect the search are ignored.
         config: Config of the model.
 
     Raises:

@@ -103,7 +103,8 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     for name, default in (("type", "recurrent"), ("alpha", 1.0)):
         needed = {"type": "transformer", "alpha": 1.0}[name]
         if wrong := [stack.get(name, default) for stack in stacks if stack.get(name, default) != needed]:
-            raise ValueError(f"{name} in {SETTINGS} must be {needed!r}: got {wrong[0]!r}")
+            both = f"model.encoder.{name} and model.decoder.{name}"
+            raise ValueError(f"{both} in {SETTINGS} must be {needed!r}: got {wrong[0]!r}")
     order = _agreed("layer_norm", [stack.get("layer_norm") for stack in stacks])
     final = "encoder.layer_norm.weight" in tensors
     if order is None and final:

@@ -149,8 +149,8 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:
         raise ValueError(
-            f"[names] must contain {', '.join(missing)}; if source and target share one embedding, set both entries "
-            "to the name of this embedding"
+            f"[names] must contain {', '.join(missing)}; if source and target share one embedding, set "
+            "source_embedding.table and target_embedding.table to the same tensor name"
         )
     source, target = (matrix(tensors, names[f"{side}_embedding.table"]) for side in ("source", "target"))
     output = matrix(tensors, names["output_proj.kernel"]) if "output_proj.kernel" in names else target

@@ -62,8 +62,8 @@ class Subject:
         same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
             float64.
         own: The port's tensors. At positions that a correct model doesn't read, reruns use their values as inputs.
-        unread: Tensors that replace the results of a run at positions that a correct model doesn't read. They don't
-            replace given tensors.
+        unread: Tensors with values for the positions that a correct model doesn't read. These values replace the
+            results of a run, but not given tensors.
     """
 
     case: Case
