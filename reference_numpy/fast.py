@@ -29,7 +29,7 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
 QUERY_BLOCK = 256  # number of queries per block; with blocks, memory use grows linearly with the length
-PIECE = 2**15  # number of elements of a parameter to update at a time, so that they stay in the CPU cache
+PIECE = 2**15  # number of parameter elements to update at a time; small enough for the CPU cache
 
 
 def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:

@@ -118,7 +118,7 @@ def replaced_output(model):
     ],
 )
 def test_export_rejects_a_bias_or_matrix_that_the_config_does_not_have(port, change, options, name):
-    """Otherwise, a model with the exported weights would compute something else."""
+    """Otherwise, a model with the exported weights would return different results."""
     model = build(port, **options)
     change(model)
     trainer = port.package.Trainer(model, SETTINGS)

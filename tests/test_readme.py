@@ -284,8 +284,8 @@ def test_package_is_compared_with_peers_in_the_race_with_both_modes(monkeypatch)
     races["train-base-tf"] = timed(**{"tf": 9.0, "tf compiled": 8.0, "keras hub": 4.0})
     monkeypatch.setattr(speeds, "race", lambda name, machine: races.get(name, timed()))
     aims = {machine: {aim.what: aim.found for aim in speeds.aims(machine)} for machine in ("amd", "intel")}
-    assert aims["amd"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf compiled / keras hub"
-    assert aims["intel"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # not measured
+    assert aims["amd"]["tf / best KerasHub mode, train"] == "2.00 (2.00 to 2.00), tf compiled / keras hub"
+    assert aims["intel"]["tf / best KerasHub mode, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # not measured
 
 
 def test_performance_targets_apply_to_each_port_and_the_best_one(monkeypatch):

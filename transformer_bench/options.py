@@ -65,18 +65,18 @@ sizes for --config (all use the conventions of the `marian` preset):
 EXAMPLES = """\
 examples:
   parity bench forward                                  time all four packages with a small model
-  parity bench forward --peers --plot forward.png       also time torch.nn.Transformer, Marian, Flax NNX, Keras hub,
+  parity bench forward --peers --plot forward.png       also time torch.nn.Transformer, Marian, Flax NNX, KerasHub,
                                                         and only the matrix multiplications
   parity bench forward --config base --json base.json   use the paper's base size, and write all results to a file
   parity bench forward --scale source --batch 1 --plot growth.png    increase the source length from 64 to 8,192 tokens
   parity bench forward --scale depth=1,2,4,8            increase the number of layers from 1+1 to 8+8
   parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
-  parity bench train --peers --threads 2                also time torch.nn.Transformer, Marian, Flax NNX, and Keras hub
+  parity bench train --peers --threads 2                also time torch.nn.Transformer, Marian, Flax NNX, and KerasHub
   parity bench train --dropout 0.1                      use the paper's dropout
   parity bench train --scale length --activation-checkpointing --backends torch
   parity bench train --backends torch --parallel data=2 --parallel fsdp=2 --parallel data=4
   parity bench train --config big --batch 512 --rounds 0 --parallel fsdp=8 --parallel data=2,fsdp=8
-  parity bench decode --peers --plot decode.png         also time Hugging Face's MarianMTModel, Flax NNX, Keras hub,
+  parity bench decode --peers --plot decode.png         also time Hugging Face's MarianMTModel, Flax NNX, KerasHub,
                                                         and only the matrix multiplications (a lower bound for NumPy)
   parity bench decode --beam 4 --backends numpy,torch   use beam search
   parity bench decode --dtype bfloat16 --backends torch  use bfloat16 weights with float32 accumulation

@@ -168,7 +168,7 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
-        # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the second step.
+        # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the step.
         parameters = place(jax.tree.map(jnp.asarray, parameters_of(model)), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))

@@ -94,7 +94,7 @@ class TransformerConfig:
         max_length: Number of learned positional embeddings. It doesn't limit sinusoidal encodings.
         norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, and ``pre``
             is ``x + Sublayer(LayerNorm(x))``.
-        final_norm: True adds a layer norm after each stack.
+        final_norm: Whether to add a layer norm after each stack.
         layer_norm_epsilon: Number in (0, 1] that is added to the variance, or to the standard deviation if
             ``layer_norm_kind`` is ``annotated``.
         layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), and ``annotated`` is
@@ -105,7 +105,7 @@ class TransformerConfig:
         position_timescale: Timescales of the sinusoids: 10000^(i/m) for ``m``, and 10000^(i/(m-1)) for ``m_minus_1``,
             where m = d_model / 2.
         position_offset: Index of the first position.
-        scale_embedding: True multiplies embeddings by sqrt(d_model).
+        scale_embedding: Whether to multiply embeddings by sqrt(d_model).
         tie_embeddings: Weight sharing between embeddings and the output projection. ``none`` uses three separate
             matrices, ``target_output`` uses one matrix for the target embedding and the output projection, and ``all``
             uses one matrix for all three.
@@ -120,7 +120,7 @@ class TransformerConfig:
         label_smoothing: Probability in [0, 0.99] that label smoothing takes from the correct token and redistributes.
         label_smoothing_kind: Tokens among which this probability is distributed: all tokens (``uniform``), all
             incorrect tokens (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
-        embedding_norm: True adds a layer norm to the sum of embedding and positional encoding.
+        embedding_norm: Whether to add a layer norm after the sum of embedding and positional encoding.
         decoder_num_heads: Number of heads in the decoder. If None, ``num_heads`` is used.
         decoder_d_k: Size of queries and keys per head in the decoder. If None, the size is d_model / decoder_num_heads
             if ``decoder_num_heads`` is set, and ``d_k`` otherwise.

@@ -27,8 +27,8 @@ IMPLEMENTATIONS = {  # titles that the tables show for the names in the benchmar
     "torch.nn compiled": "torch.nn.Transformer, compiled",
     "marian": "MarianMTModel",
     "flax nnx": "Flax NNX",
-    "keras hub": "Keras hub",
-    "keras hub XLA": "Keras hub, XLA",
+    "keras hub": "KerasHub",
+    "keras hub XLA": "KerasHub, XLA",
     "products": "matmuls only, NumPy",
 }
 

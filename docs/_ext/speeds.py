@@ -15,7 +15,7 @@ PEERS = {
     "numpy": ("its matmuls", ("products",)),
     "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
     "jax": ("Flax NNX", ("flax nnx",)),
-    "tf": ("best Keras hub mode", ("keras hub", "keras hub XLA")),
+    "tf": ("best KerasHub mode", ("keras hub", "keras hub XLA")),
 }
 FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # comparisons use the fastest of these modes
 

@@ -1,4 +1,4 @@
-"""A Transformer based on Keras hub layers on TensorFlow. Each call is a ``tf.function``, with or without XLA."""
+"""A Transformer based on KerasHub layers on TensorFlow. Each call is a ``tf.function``, with or without XLA."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -182,7 +182,7 @@ def _translator(config, dtype):
 
 
 def _keep_attention_weights(layer):
-    """Disable dropout of attention weights. Keras hub's layers use one rate for attention weights and residuals."""
+    """Disable dropout of attention weights. KerasHub's layers use one rate for attention weights and residuals."""
     import keras
 
     for inner in layer._flatten_layers():
@@ -200,14 +200,14 @@ def _put(model, weights):
             variables = {variable.path.partition("/")[2]: variable for variable in layer.trainable_variables}
             if variables.keys() != of_layer.keys():
                 raise RuntimeError(
-                    f"this release of Keras hub has missing or unexpected weights: {variables.keys() ^ of_layer.keys()}"
+                    f"this release of KerasHub has missing or unexpected weights: {variables.keys() ^ of_layer.keys()}"
                 )
             for path, variable in variables.items():
                 variable.assign(np.reshape(of_layer[path], variable.shape))
 
 
 def _by_path(weights, layer):
-    """Return the weights of one layer, with the paths of Keras hub's variables as keys."""
+    """Return the weights of one layer, with the paths of KerasHub's variables as keys."""
     found = {}
     for name, array in weights.items():
         path, is_ours, kind = name.removeprefix(f"{layer}.").rpartition(".")

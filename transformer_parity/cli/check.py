@@ -101,8 +101,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action=one_or_more(STAGES),
         metavar=",".join(STAGES),
         help="run only these stages (default: all): activations (compares every intermediate value), gradients "
-        "(every gradient), steps (weights and moments after 1, 5, and 20 optimizer steps), decode (tokens and scores of greedy "
-        "and beam search)",
+        "(every gradient), steps (weights and moments after 1, 5, and 20 optimizer steps), decode (tokens and scores "
+        "of greedy and beam search)",
     )
     parser.add_argument(
         "--weights",

@@ -151,7 +151,7 @@ def _pointed(shown: Shown) -> str:
 
 
 def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print the code of the packages in columns, distributed evenly over as few rows as the terminal width allows."""
+    """Print the code of each package in a panel. Arrange the panels in as few rows as the terminal width allows."""
     side_by_side = max(1, min(len(shown), console.width // COLUMN))
     side_by_side = math.ceil(len(shown) / math.ceil(len(shown) / side_by_side))
     code = [_highlight(one, console.width // side_by_side - FRAME) for one in shown]

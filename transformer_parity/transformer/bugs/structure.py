@@ -231,7 +231,7 @@ WEIGHTS = table(
                 {
                     port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
                     for port, all_of_them in {
-                        "jax": "parameter_shapes(model.config, model.part)",
+                        "jax": "_merged(model, name) for name in parameter_shapes(model.config, model.part)",
                         "tf": "_computed_with(model).items()",
                     }.items()
                 },

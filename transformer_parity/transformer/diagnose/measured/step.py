@@ -2,8 +2,9 @@
 
 Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the correct direction, but too
 far by the same factor, the learning rate of this step is too large by this factor. ``schedule`` measures the rate of
-every step without identifying a cause. In contrast, this module recognizes a constant rate, a constant factor, and a
-different number of warmup steps. It can also measure the first step if the learning rate is not the only difference.
+every step without identifying a cause. In contrast, this module recognizes a constant learning rate, a constant factor
+of the rate, and a different number of warmup steps. It can also measure the first step if the learning rate is not the
+only difference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A port: a class through which `parity` runs your model and compares the results with the NumPy reference.
 
-This template already agrees with the reference, because it wraps a placeholder model. To check your own model:
+This template already agrees with the reference, because its placeholder is a correct model. To check your own model:
 
 1. Replace the placeholder in both `load` and `forward`, which must use the same model. Set `taps` to the names of the
    intermediate values that your `forward` reports, or to `()` if it reports none. Delete all other methods for now,
