@@ -13,7 +13,7 @@ from test_bench_verify import another_token
 
 from transformer_bench import rounds
 from transformer_bench.implementations import DecodePackage
-from transformer_bench.limit import Library
+from transformer_bench.peak import Library
 
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 

@@ -21,8 +21,8 @@ from test_bench_verify import SMALL
 
 from transformer_bench import rounds
 from transformer_bench.implementations import OURS, DecodePackage
-from transformer_bench.limit import libraries
 from transformer_bench.measurements import Entry
+from transformer_bench.peak import libraries
 from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED
@@ -89,11 +89,11 @@ def test_agreeing_implementations_are_timed(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     report, found = read(tmp_path / "a.json")
     assert (report["verdict"], found["exit_code"], found["interrupted"]) == (AGREES, 0, False)
-    limit = report["limit"]
-    assert list(limit["rates"]) == list(limit["bandwidths"]) == list(limit["libraries"]) == ["numpy", "torch"]
-    assert limit["rate"] == max(limit["rates"].values()) > 1e9
-    assert limit["bandwidth"] == max(limit["bandwidths"].values()) > 1e8
-    assert f"{limit['seconds'] / report['implementations'][0]['median_seconds']:.0%}" in printed
+    peak = report["peak"]
+    assert list(peak["rates"]) == list(peak["bandwidths"]) == list(peak["libraries"]) == ["numpy", "torch"]
+    assert peak["rate"] == max(peak["rates"].values()) > 1e9
+    assert peak["bandwidth"] == max(peak["bandwidths"].values()) > 1e8
+    assert f"{peak['seconds'] / report['implementations'][0]['median_seconds']:.0%}" in printed
     assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
     assert [entry["name"] for entry in report["implementations"]] == ["numpy", "torch"]
     for entry in report["implementations"]:
@@ -116,12 +116,12 @@ def test_peers_do_the_same_work(capsys, tmp_path):
     assert code == 0, printed
     agreeing = "numpy, marian, flax nnx, keras hub, keras hub XLA"
     assert f"Tokens and scores of every call of {agreeing} agree" in printed.replace("\n", " ")
-    assert "products: only the matrix multiplications" in printed
+    assert "matmuls: only the matrix multiplications" in printed
     report, _ = read(tmp_path / "a.json")
     assert {entry["name"]: entry["has_result"] for entry in report["implementations"]} == {
         "numpy": True,
         **dict.fromkeys(["marian", "flax nnx", "keras hub", "keras hub XLA"], True),
-        "products": False,
+        "matmuls": False,
     }
 
 

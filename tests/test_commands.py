@@ -45,11 +45,11 @@ def test_info_describes_installed_backends(capsys, monkeypatch, backends):
     for backend in backends:
         runtime = backend.package.runtime
         known = {"installed": True, "dtypes": list(runtime.DTYPES), "runs on": list(runtime.DEVICES)}
-        products = {row: found[backend.name].pop(row) for row in (info.RATE, "products on a CPU")}
-        assert products[info.RATE] > 0.1
-        assert re.match("openblas|MKL; measured|XLA|oneDNN", products["products on a CPU"])
+        matmuls = {row: found[backend.name].pop(row) for row in (info.RATE, "matmul library on a CPU")}
+        assert matmuls[info.RATE] > 0.1
+        assert re.match("openblas|MKL; measured|XLA|oneDNN", matmuls["matmul library on a CPU"])
         assert found[backend.name].pop(info.BY_ONEDNN, 1.0) > 0.1  # present only if oneDNN is much faster
-        described = {row: said for row, said in expected[backend.name].items() if row not in products}
+        described = {row: said for row, said in expected[backend.name].items() if row not in matmuls}
         assert found[backend.name] == {**described, **known}
 
 

@@ -65,26 +65,26 @@ def test_device_memory_matches_its_shards(plan):
         assert (costs["parameters"], costs["gradient"], costs["moments"]) == (own, own, 2 * own)
 
 
-def test_operand_sizes_match_the_products():
+def test_operand_sizes_match_the_matmuls():
     """Each operand is included once, except for attention weights.
 
     The query, key, and value projections share one input, and all cross-attentions share the encoder memory.
     """
     work = TrainWork("tiny", batch=4, source=6, target=5)
-    forward = list(super(TrainWork, work).products())
+    forward = list(super(TrainWork, work).matmuls())
     seen = {}
-    for product in forward:
-        layer, _, last = product.operand.rpartition(".")
+    for matmul in forward:
+        layer, _, last = matmul.operand.rpartition(".")
         if last == "value":
-            seen[product.operand] = math.prod(product.right)
+            seen[matmul.operand] = math.prod(matmul.right)
         elif last == "key":
-            seen[product.operand] = math.prod(product.right)
-            seen[f"{layer} query"] = math.prod(product.left)
+            seen[matmul.operand] = math.prod(matmul.right)
+            seen[f"{layer} query"] = math.prod(matmul.left)
         else:
             shares = last == "kernel" and layer.endswith(("key_proj", "value_proj"))
             name = "memory" if "cross_attention" in layer else layer.removesuffix("key_proj").removesuffix("value_proj")
             seen[f"input of {name}" if shares else f"input of {layer.removesuffix('query_proj')}"] = math.prod(
-                product.left
+                matmul.left
             )
     logits = work.batch * work.target * work.config.target_vocab_size
     sizes = Batch(work.batch, work.source, work.target)

@@ -118,13 +118,13 @@ def test_matmul_with_fewer_bits_is_detected(bits):
 
 def test_describe_reports_the_matmul_library(monkeypatch):
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS"
-    assert transformer_torch.describe()["products on a CPU"] == blas
+    assert transformer_torch.describe()["matmul library on a CPU"] == blas
     measures(monkeypatch, 2.5, EXACT)
     found = info.multiplying("torch", transformer_torch)
-    assert found["products on a CPU"] == f"{blas}; measured: oneDNN 2.50 times as fast, error 4.0e-07"
+    assert found["matmul library on a CPU"] == f"{blas}; measured: oneDNN 2.50 times as fast, error 4.0e-07"
     assert found[info.BY_ONEDNN] > 2 * found[info.RATE]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    assert transformer_torch.describe()["products on a CPU"] == "oneDNN"
+    assert transformer_torch.describe()["matmul library on a CPU"] == "oneDNN"
 
 
 @pytest.mark.parametrize("length", [9, 200])

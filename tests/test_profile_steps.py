@@ -17,10 +17,10 @@ PROFILE = "transformer_bench.profile_steps"
     [
         ("train", "numpy", ["linear layers", "optimizer", "loss", "attention", "normalization", "activations"]),
         ("train", "torch", ["linear layers", "optimizer", "loss, or choice of tokens", "attention", "normalization"]),
-        ("train", "jax", ["products", "indexing", "copies and transposes", "other loops: sums, normalization"]),
-        ("train", "tf", ["products", "optimizer", "loss", "indexing", "copies and transposes", "other loops: sums"]),
+        ("train", "jax", ["matmuls", "indexing", "copies and transposes", "other loops: sums, normalization"]),
+        ("train", "tf", ["matmuls", "optimizer", "loss", "indexing", "copies and transposes", "other loops: sums"]),
         pytest.param(
-            *("decode", "tf", ["products", "indexing", "other loops: sums, normalization"]),
+            *("decode", "tf", ["matmuls", "indexing", "other loops: sums, normalization"]),
             marks=pytest.mark.extended("profiles"),
         ),
         ("decode", "numpy", ["linear layers", "attention", "choice of tokens", "normalization", "activations"]),
@@ -58,12 +58,12 @@ ENTRY %main (a: f32[2,3], b: f32[3,4]) -> f32[4] {
 """
 
 
-def test_fusions_with_matrix_products_are_distinguished_from_sums(tmp_path):
-    products = runpy.run_module(PROFILE)["products"]
+def test_fusions_with_matrix_matmuls_are_distinguished_from_sums(tmp_path):
+    matmuls = runpy.run_module(PROFILE)["matmuls"]
     (tmp_path / "module_1.jit_step.cpu_after_optimizations.txt").write_text(PROGRAM)
-    assert products(tmp_path) == {("jit_step", "ynn_fusion"): True, ("jit_step", "ynn_fusion.1"): False}
+    assert matmuls(tmp_path) == {("jit_step", "ynn_fusion"): True, ("jit_step", "ynn_fusion.1"): False}
     swapped = (
         PROGRAM.replace("calls=%fused.1", "calls=%fused").replace("fused.2,", "fused.1,").replace("fused,", "fused.2,")
     )
     (tmp_path / "module_2.jit_step.cpu_after_optimizations.txt").write_text(swapped)
-    assert set(products(tmp_path).values()) == {True}
+    assert set(matmuls(tmp_path).values()) == {True}

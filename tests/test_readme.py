@@ -236,7 +236,7 @@ def timed(**seconds):
     """Return a race as ``speeds.race`` does, with a peak of 1 second."""
     ratio = lambda a, b: {"median": a / b, "low": a / b, "high": a / b}  # noqa: E731
     return {
-        "limit": {"seconds": 1.0, "rate": 2e11, "bandwidth": 1e10},
+        "peak": {"seconds": 1.0, "rate": 2e11, "bandwidth": 1e10},
         "implementations": {name: {"median_seconds": own} for name, own in seconds.items()},
         "ratios": {a: {b: ratio(seconds[a], seconds[b]) for b in seconds if b != a} for a in seconds},
     }
@@ -250,7 +250,7 @@ def aims_of(monkeypatch, **seconds):
 def test_fraction_of_peak_is_the_peak_time_divided_by_the_time():
     assert speeds.fraction_of_peak(timed(torch=1.25), "torch") == 0.8
     assert speeds.fraction_of_peak(timed(torch=1.25), "jax") is None
-    assert speeds.fraction_of_peak({**timed(torch=1.25), "limit": None}, "torch") is None
+    assert speeds.fraction_of_peak({**timed(torch=1.25), "peak": None}, "torch") is None
     assert speeds.percent(0.8) == "80%"
 
 

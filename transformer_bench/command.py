@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     for work in works:
         entries = timing.add(work, show_rounds)
         if setting.rounds:
-            tables.print_times(console, work, entries, setting.threads, timing.limits[-1])
+            tables.print_times(console, work, entries, setting.threads, timing.peaks[-1])
         if setting.plans:
             tables.print_costs(console, work, setting.plans)
         if timing.interrupted:

@@ -42,7 +42,7 @@ WARM = 2  # number of warm-up calls, the first of which compiles
 Names = Mapping[str, float]  # seconds, keyed by function or operation
 
 XLA = {
-    r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "products",
+    r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "matmuls",
     r"gather|scatter|dynamic|concatenate": "indexing",
     r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
     r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
@@ -71,7 +71,7 @@ KINDS = {  # name patterns with their kinds; the first matching pattern applies
         r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
     },
     "tf": {
-        r"MatMul": "products",
+        r"MatMul": "matmuls",
         r"LogSoftmax|CrossEntropy": "loss",
         r"ResourceApply|^L2Loss|^AssignSub|^Assign": "optimizer",
         r"Gather|Segment|Scatter|Concat|Slice|^Pad": "indexing",
@@ -165,17 +165,17 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
         (file,) = Path(directory).rglob("*.xplane.pb")
         found = ProfileData.from_file(str(file))
     names: Counter[str] = Counter()
-    has_product = products(Path(os.environ[PROGRAMS]))
+    has_matmul = matmuls(Path(os.environ[PROGRAMS]))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
         operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow's names start with the location
         stats = dict(event.stats)
         if "hlo_op" in stats:
             if not re.match(r"while|call|conditional", event.name):  # their operations are separate events
                 key = stats["hlo_module"], event.name
-                if event.name.startswith("ynn_") and key not in has_product:
+                if event.name.startswith("ynn_") and key not in has_matmul:
                     raise ValueError(f"the XLA dump does not contain {event.name} of {stats['hlo_module']}")
                 name = re.sub(r"\.\d+$", "", event.name)
-                names[name if has_product.get(key, True) else "sum_fusion"] += event.duration_ns / 1e9
+                names[name if has_matmul.get(key, True) else "sum_fusion"] += event.duration_ns / 1e9
         elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
             names[operation[1]] += event.duration_ns / 1e9
     if sum(names.values()) > 1.02 * whole:
@@ -185,7 +185,7 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 
-def products(programs: Path) -> dict[tuple[str, str], bool]:
+def matmuls(programs: Path) -> dict[tuple[str, str], bool]:
     """Return, for each YNN call (program name, instruction name), whether the call contains a matmul."""
     found: dict[tuple[str, str], bool] = {}
     for file in programs.glob("*cpu_after_optimizations.txt"):

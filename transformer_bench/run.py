@@ -9,9 +9,9 @@ from typing import Any
 
 import reference_numpy as ref
 from transformer_bench.implementations import FORMS, OURS, TrainOnDevices, others
-from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of
-from transformer_bench.matrix_products import Products
+from transformer_bench.matmuls import Matmuls
 from transformer_bench.measurements import Entry, verdict
+from transformer_bench.peak import LibraryEntry, Peak, libraries, peak_of
 from transformer_bench.rounds import Implementation, Tell, run_rounds, started
 from transformer_bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_bench.verify import verifier_of
@@ -52,7 +52,7 @@ class Setting:
             # only trained if there is one backend.
             if self.peers and name in FORMS[work.task] and (work.task != "train" or len(self.backends) == 1):
                 ours.append(FORMS[work.task][name])
-        return [*ours, *others(work), Products()] if self.peers else ours
+        return [*ours, *others(work), Matmuls()] if self.peers else ours
 
     def check(self, work: Work) -> None:
         """Check that the benchmark can run, before anything is timed.
@@ -101,7 +101,7 @@ class Timing:
         machine: A description of the machine, as returned by ``tables.describe``.
         works: The workloads that were timed.
         races: The entries of each workload.
-        limits: The machine's peak, measured separately for each workload.
+        peaks: The machine's peak, measured separately for each workload.
         interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 
@@ -109,7 +109,7 @@ class Timing:
     machine: dict[str, Any]
     works: list[Work] = field(default_factory=list)
     races: list[list[Entry]] = field(default_factory=list)
-    limits: list[Limit | None] = field(default_factory=list)
+    peaks: list[Peak | None] = field(default_factory=list)
     interrupted: bool = False
 
     @classmethod
@@ -120,12 +120,12 @@ class Timing:
     def add(self, work: Work, progress: Progress) -> list[Entry]:
         """Time the given workload and return its entries; empty if ``setting.rounds`` is 0."""
         entries: list[Entry] = []
-        limit: Limit | None = None
+        peak: Peak | None = None
         if self.setting.rounds:
-            entries, limit, self.interrupted = time_work(work, self.setting, progress)
+            entries, peak, self.interrupted = time_work(work, self.setting, progress)
         self.works.append(work)
         self.races.append(entries)
-        self.limits.append(limit)
+        self.peaks.append(peak)
         return entries
 
     @property
@@ -142,7 +142,7 @@ class Timing:
         """Return the results as built-in Python types."""
         races = [
             {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
-            for one in zip(self.works, self.races, self.limits, strict=True)
+            for one in zip(self.works, self.races, self.peaks, strict=True)
         ]
         conditions = {name: self.machine[name] for name in ("threads", "load_average")}
         return {**conditions, "interrupted": self.interrupted, "races": races}
@@ -169,7 +169,7 @@ def work_title(work: Work, axis: str) -> str:
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
-def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
+def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Peak | None, bool]:
     """Run the given workload with every implementation.
 
     Returns:
@@ -197,4 +197,4 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
             entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
         if work.device == "gpu":  # the measured memory is host memory rather than GPU memory
             entry.loaded_bytes = entry.peak_bytes = None
-    return entries, limit_of([library.backend for library in measured], rates), interrupted
+    return entries, peak_of([library.backend for library in measured], rates), interrupted

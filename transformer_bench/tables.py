@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from transformer_bench.costs import HELD, Batch, held, sent
-from transformer_bench.limit import Limit
 from transformer_bench.measurements import (
     FITTED,
     Entry,
@@ -26,6 +25,7 @@ from transformer_bench.measurements import (
     verdict,
     work_bytes,
 )
+from transformer_bench.peak import Peak
 from transformer_bench.workload import Work
 from transformer_parity.engine.report.tables import STYLES, print_line
 from transformer_parity.engine.system.machine import describe_machine
@@ -39,7 +39,7 @@ MEBI = 2**20
 Machine = Mapping[str, Any]
 
 
-def print_times(console: Console, work: Work, entries: Sequence[Entry], threads: int, limit: Limit | None) -> None:
+def print_times(console: Console, work: Work, entries: Sequence[Entry], threads: int, peak: Peak | None) -> None:
     """Print the times, from fastest to slowest, and the verdicts of implementations without a time."""
     console.print(work.title, style="bold")
     console.print(f"{work.details}; threads: {threads}")
@@ -51,7 +51,7 @@ def print_times(console: Console, work: Work, entries: Sequence[Entry], threads:
     for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
         for each, cells in (
             (times, _time_cells(work, entry, against)),
-            (process, _process_cells(work, entry, limit)),
+            (process, _process_cells(work, entry, peak)),
         ):
             if not entry.has_result:
                 each.add_section()
@@ -63,7 +63,7 @@ def print_times(console: Console, work: Work, entries: Sequence[Entry], threads:
     if timed:
         console.print(process)
     print_remarks(console, work, entries, threads)
-    print_limit(console, work, limit)
+    print_peak(console, work, peak)
 
 
 def table(*headings: str) -> Table:
@@ -88,11 +88,11 @@ def _time_cells(work: Work, entry: Entry, against: Entry | None) -> list[str]:
     return cells
 
 
-def _process_cells(work: Work, entry: Entry, limit: Limit | None) -> list[str]:
+def _process_cells(work: Work, entry: Entry, peak: Peak | None) -> list[str]:
     seconds = Spread.of(entry.seconds).median
     return [
         f"{work.operations / seconds / 1e9:,.1f}",
-        f"{limit.seconds(work) / seconds:.0%}" if limit else "-",
+        f"{peak.seconds(work) / seconds:.0%}" if peak else "-",
         f"{Spread.of(entry.cores).median:.1f}",
         f"{entry.first_seconds:,.1f}",
         *("-" if size is None else f"{size / MEBI:,.0f}" for size in (entry.peak_bytes, entry.work_bytes)),
@@ -116,20 +116,20 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
             f"call of {', '.join(agreeing)} {work.agreement}."
         )
     if len(agreeing) < len(timed):
-        console.print("products: only the matrix multiplications in NumPy, a lower bound for the time of numpy.")
+        console.print("matmuls: only the matrix multiplications in NumPy, a lower bound for the time of numpy.")
 
 
-def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
+def print_peak(console: Console, work: Work, peak: Peak | None) -> None:
     """Print the machine's peak and the matmul libraries."""
-    if limit is None:
+    if peak is None:
         return
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in peak.rates.items())
     console.print(
-        f"peak: the work takes at least {1e3 * limit.seconds(work):,.1f} ms on this machine, for "
-        f"{work.operations / 1e9:,.2f} GFLOP at a matmul throughput of {limit.rate / 1e9:,.0f} GFLOP/s and a memory "
-        f"bandwidth of {limit.bandwidth / 1e9:,.1f} GB/s. Throughput by library in GFLOP/s: {rates}."
+        f"peak: the work takes at least {1e3 * peak.seconds(work):,.1f} ms on this machine, for "
+        f"{work.operations / 1e9:,.2f} GFLOP at a matmul throughput of {peak.rate / 1e9:,.0f} GFLOP/s and a memory "
+        f"bandwidth of {peak.bandwidth / 1e9:,.1f} GB/s. Throughput by library in GFLOP/s: {rates}."
     )
-    console.print("; ".join(f"{name}: {said}" for name, said in limit.libraries.items()), style="dim")
+    console.print("; ".join(f"{name}: {said}" for name, said in peak.libraries.items()), style="dim")
 
 
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
@@ -199,12 +199,12 @@ def describe(threads: int) -> dict[str, Any]:
     }
 
 
-def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
+def times_for_machines(work: Work, entries: Sequence[Entry], peak: Peak | None) -> dict[str, Any]:
     """Return the results for the given workload as built-in Python types."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),
-        "limit": limit.to_dict(work) if limit else None,
+        "peak": peak.to_dict(work) if peak else None,
         "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
         "config": work.config.to_dict(),
         "implementations": [entry.to_dict() for entry in entries],

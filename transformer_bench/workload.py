@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_bench.matrix_products import Product
+from transformer_bench.matmuls import Matmul
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.inputs import padded_ids
 from transformer_spec.config import DropoutRates, TransformerConfig
@@ -124,9 +124,9 @@ class Work:
                 weights[name] = array / 2.0  # otherwise, every sentence would repeat the tokens that it attends to
         return weights
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Matmul]:
         """Yield all matmuls in the order in which ``reference_numpy`` runs them."""
-        yield from self.encoder_products()
+        yield from self.encoder_matmuls()
         config, positions = self.config, self.batch * self.target
         for i, layer in enumerate(f"decoder.layers.{i}" for i in range(config.num_decoder_layers)):
             if config.has_self_attention(i):
@@ -138,7 +138,7 @@ class Work:
             yield from self._feed_forward(positions, layer)
         yield self._logits(positions)
 
-    def encoder_products(self) -> Iterator[Product]:
+    def encoder_matmuls(self) -> Iterator[Matmul]:
         """Yield the matmuls of the encoder."""
         words = self.batch * self.source
         for layer in (f"encoder.layers.{i}" for i in range(self.config.num_encoder_layers)):
@@ -146,25 +146,25 @@ class Work:
             yield from self._attend(self.batch, self.source, self.source, f"{layer}.self_attention")
             yield from self._feed_forward(words, layer)
 
-    def _project(self, positions: int, block: str, *names: str) -> Iterator[Product]:
+    def _project(self, positions: int, block: str, *names: str) -> Iterator[Matmul]:
         for name in names:
             kernel = f"{block}.{name}_proj.kernel"
             d_in, d_out = self._shapes[kernel]
-            yield Product((positions, d_in), (d_in, d_out), kernel)
+            yield Matmul((positions, d_in), (d_in, d_out), kernel)
 
-    def _attend(self, rows: int, queries: int, length: int, block: str) -> Iterator[Product]:
+    def _attend(self, rows: int, queries: int, length: int, block: str) -> Iterator[Matmul]:
         sizes = self.config.in_decoder if block.startswith("decoder.") else self.config
         of = (rows, sizes.num_heads)
-        yield Product((*of, queries, sizes.d_k), (*of, sizes.d_k, length), f"{block}.key", "right")
-        yield Product((*of, queries, length), (*of, length, sizes.d_v), f"{block}.value")
+        yield Matmul((*of, queries, sizes.d_k), (*of, sizes.d_k, length), f"{block}.key", "right")
+        yield Matmul((*of, queries, length), (*of, length, sizes.d_v), f"{block}.value")
 
-    def _feed_forward(self, positions: int, layer: str) -> Iterator[Product]:
+    def _feed_forward(self, positions: int, layer: str) -> Iterator[Matmul]:
         yield from self._project(positions, f"{layer}.feed_forward", "inner", "output")
 
-    def _logits(self, positions: int) -> Product:
+    def _logits(self, positions: int) -> Matmul:
         config = self.config
         shape = (config.d_model, config.target_vocab_size)
-        return Product((positions, config.d_model), shape, "target_embedding.table", "right")
+        return Matmul((positions, config.d_model), shape, "target_embedding.table", "right")
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -173,7 +173,7 @@ class Work:
     @cached_property
     def operations(self) -> int:
         """The number of additions and multiplications in all matmuls. Other operations are ignored."""
-        return sum(product.operations for product in self.products())
+        return sum(matmul.operations for matmul in self.matmuls())
 
     @property
     def produced(self) -> int:
@@ -269,12 +269,12 @@ class TrainWork(Work):
             activation_checkpointing=self.activation_checkpointing,
         )
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Matmul]:
         """Yield all matmuls of the forward pass, followed by all matmuls of the backward pass."""
-        forward = list(super().products())
+        forward = list(super().matmuls())
         yield from forward
-        for product in reversed(forward):
-            yield from product.backward()
+        for matmul in reversed(forward):
+            yield from matmul.backward()
 
     @property
     def title(self) -> str:
@@ -317,12 +317,12 @@ class DecodeWork(Work):
         weights["output_proj.bias"][[self.config.pad_id, self.config.eos_id]] = NEVER
         return weights
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Matmul]:
         """Yield all matmuls of a search with a cache."""
         config, beam = self.config, self.beam_size or 1
         rows = self.batch * beam
         layers = [f"decoder.layers.{i}" for i in range(config.num_decoder_layers)]
-        yield from self.encoder_products()
+        yield from self.encoder_matmuls()
         for layer in layers:
             yield from self._project(self.batch * self.source, f"{layer}.cross_attention", "key", "value")
         for length in range(1, self.target + 1):

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {  # titles that the tables show for the names in the benchmar
     "flax nnx": "Flax NNX",
     "keras hub": "KerasHub",
     "keras hub XLA": "KerasHub, XLA",
-    "products": "matmuls only, NumPy",
+    "matmuls": "matmuls only, NumPy",
 }
 
 

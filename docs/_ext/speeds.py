@@ -12,7 +12,7 @@ TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
 ALONE = "forward-alone"  # benchmark of one sentence of 8 tokens, at tiny size
 PEERS = {
-    "numpy": ("its matmuls", ("products",)),
+    "numpy": ("its matmuls", ("matmuls",)),
     "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
     "jax": ("Flax NNX", ("flax nnx",)),
     "tf": ("best KerasHub mode", ("keras hub", "keras hub XLA")),
@@ -52,8 +52,8 @@ def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
 def fraction_of_peak(found: dict[str, Any], name: str) -> float | None:
     """Return the time at the machine's peak divided by the median time, or None if one of the times is unknown."""
     seconds = found["implementations"].get(name, {}).get("median_seconds")
-    limit = found.get("limit")
-    return limit["seconds"] / seconds if limit and seconds else None
+    peak = found.get("peak")
+    return peak["seconds"] / seconds if peak and seconds else None
 
 
 def fractions_of_peak() -> Iterator[str]:
@@ -66,10 +66,9 @@ def fractions_of_peak() -> Iterator[str]:
             cells = [percent(fraction_of_peak(found, name)) for found in columns.values()]
             if any(cells):
                 yield f"| {called} | {' | '.join(cells)} |"
-        limits = [found.get("limit") for found in columns.values()]
+        peaks = [found.get("peak") for found in columns.values()]
         cells = [
-            f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else ""
-            for limit in limits
+            f"{peak['rate'] / 1e9:,.0f} GFLOP/s, {peak['bandwidth'] / 1e9:,.0f} GB/s" if peak else "" for peak in peaks
         ]
         yield f"| peak | {' | '.join(cells)} |"
         yield ""
@@ -183,7 +182,7 @@ def kept() -> Iterator[str]:
         times = [found["implementations"].get(name, {}).get("median_seconds") for found in races]
         if any(times):
             yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
-    rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
+    rates = [f"{found['peak']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
     yield f"| matmul throughput | {' | '.join(rates)} |"
 
 

@@ -26,8 +26,8 @@ from transformer_parity.engine.system.errors import UsageError, printable, refus
 from transformer_parity.engine.system.machine import describe_machine, processors
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.inputs import BATCH, SOURCE, TARGET
+from transformer_parity.transformer.ports.matmuls import library, quick_rate
 from transformer_parity.transformer.ports.package import PackagePort
-from transformer_parity.transformer.ports.products import library, quick_rate
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
@@ -41,8 +41,8 @@ closest preset and the differences from it, the size, dtype, vocabulary, languag
 search settings, training step, and origin. For checkpoints from other software,
 use `parity import`.
 """
-LIBRARY = "products on a CPU"
-RATE = "GFLOP/s, one product"
+LIBRARY = "matmul library on a CPU"
+RATE = "GFLOP/s, one matmul"
 BY_ONEDNN = "GFLOP/s, by oneDNN"  # only for PyTorch, if it uses oneDNN under precision="highest"
 # Names of rows in the printed table. The JSON output contains the original keys.
 ROW_NAMES = {LIBRARY: "matmul library (CPU)", RATE: "matmul GFLOP/s", BY_ONEDNN: "matmul GFLOP/s with oneDNN"}
@@ -191,12 +191,12 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
     """Return the library that a package uses for matrix multiplication on the CPU, and the library's throughput."""
     rate = quick_rate(backend) / 1e9
-    products = library(package.describe(), backend)
-    found: dict[str, Any] = {LIBRARY: products, RATE: round(rate, 1)}
+    matmuls = library(package.describe(), backend)
+    found: dict[str, Any] = {LIBRARY: matmuls, RATE: round(rate, 1)}
     if backend == "torch":
         from transformer_parity.transformer.ports import onednn
 
-        found[LIBRARY] = products + onednn.describe()
+        found[LIBRARY] = matmuls + onednn.describe()
         if onednn.pays("highest"):
             found[BY_ONEDNN] = round(rate * onednn.measured().gain, 1)
     return found

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 import reference_numpy as ref
-from transformer_bench.matrix_products import Product
+from transformer_bench.matmuls import Matmul
 from transformer_bench.measurements import Entry
 from transformer_bench.rounds import Implementation
 from transformer_bench.workload import Work
-from transformer_parity.transformer.ports.products import library, multiplied, timed
+from transformer_parity.transformer.ports.matmuls import library, multiplied, timed
 from transformer_parity.transformer.ports.registry import PORTS
 
 WIDTH = {"cpu": 2048, "gpu": 8192}  # width of the square matrices that measure the matmul throughput
@@ -25,7 +25,7 @@ LEAST_READ = 2**18  # minimum number of elements of this matrix, so that it exce
 
 
 @dataclass(frozen=True)
-class Limit:
+class Peak:
     """The machine's peak with each library.
 
     Attributes:
@@ -58,10 +58,10 @@ class Limit:
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0
-        return update / self.bandwidth + sum(self._seconds(product, size) for product in work.products())
+        return update / self.bandwidth + sum(self._seconds(matmul, size) for matmul in work.matmuls())
 
-    def _seconds(self, product: Product, size: int) -> float:
-        return max(product.operations / self.rate, size * math.prod(product.right) / self.bandwidth)
+    def _seconds(self, matmul: Matmul, size: int) -> float:
+        return max(matmul.operations / self.rate, size * math.prod(matmul.right) / self.bandwidth)
 
     def to_dict(self, work: Work) -> dict[str, Any]:
         """Return the fields as built-in Python types."""
@@ -90,7 +90,7 @@ class Library(Implementation):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"products of {self.backend}"
+        return f"matmuls of {self.backend}"
 
     def prepare(self) -> dict[str, str]:
         package = PORTS[self.backend].import_package()
@@ -124,7 +124,7 @@ def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> 
     return [Library(name) for name in PORTS if name in names and not PORTS[name].missing()]
 
 
-def limit_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Limit | None:
+def peak_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Peak | None:
     """Return the peak, computed from the medians over all rounds; None if no library was measured."""
     found = {
         name: [median(values) for values in zip(*entry.found, strict=True)]
@@ -134,7 +134,7 @@ def limit_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Limit 
     if not found:
         return None
     described = {name: entry.environment for name, entry in zip(backends, entries, strict=True)}
-    return Limit(
+    return Peak(
         {name: rate for name, (rate, _) in found.items()},
         {name: bandwidth for name, (_, bandwidth) in found.items()},
         {name: library(described[name], name) for name in found},

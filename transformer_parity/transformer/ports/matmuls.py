@@ -84,7 +84,7 @@ def library(environment: dict[str, str], backend: str) -> str:
         backend: Name of the backend.
     """
     if backend == "torch":
-        return environment["products on a CPU"]
+        return environment["matmul library on a CPU"]
     if backend == "tf":
         return f"{'Eigen' if os.environ.get('TF_ENABLE_ONEDNN_OPTS') == '0' else 'oneDNN'}; XLA if compiled"
-    return "XLA" if backend == "jax" else environment["matrix products"]
+    return "XLA" if backend == "jax" else environment["matrix matmuls"]

@@ -11,13 +11,13 @@ import tiers
 from test_bench_verify import FORWARD, SMALL, TRAIN
 
 import reference_numpy as ref
-from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of
-from transformer_bench.matrix_products import Products
+from transformer_bench.matmuls import Matmuls
 from transformer_bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
+from transformer_bench.peak import LibraryEntry, Peak, libraries, peak_of
 from transformer_bench.run import grown, work_title
 from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
-from transformer_parity.transformer.ports.products import multiplied
+from transformer_parity.transformer.ports.matmuls import multiplied
 
 
 def test_ratios_are_computed_within_each_round():
@@ -79,47 +79,47 @@ def test_matmul_sizes_match_each_stack(work):
     config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
     vars(work)["config"] = config
     shapes = ref.parameter_shapes(config)
-    found = {product.operand: product.right for product in work.products() if product.operand.endswith("kernel")}
+    found = {matmul.operand: matmul.right for matmul in work.matmuls() if matmul.operand.endswith("kernel")}
     assert found == {name: shape for name, shape in shapes.items() if name.endswith("kernel")}
     heads = {"encoder": (config.num_heads, 6, 9), "decoder": (2, 5, 3)}
-    for product in work.products():
-        (stack, *_), kind = product.operand.split("."), product.operand.rpartition(".")[2]
+    for matmul in work.matmuls():
+        (stack, *_), kind = matmul.operand.split("."), matmul.operand.rpartition(".")[2]
         if kind in ("key", "value"):
-            _, number, *matrix = product.right
+            _, number, *matrix = matmul.right
             assert (number, matrix[kind == "value"]) == (heads[stack][0], heads[stack][1 + (kind == "value")])
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
 def test_every_listed_matmul_can_be_run(work):
-    products = Products()
-    products.load(work, Path())
-    products.run()
-    for (left, right), product in zip(products._pairs, work.products(), strict=True):
+    matmuls = Matmuls()
+    matmuls.load(work, Path())
+    matmuls.run()
+    for (left, right), matmul in zip(matmuls._pairs, work.matmuls(), strict=True):
         taken = (left.shape, right.shape), (right.shape[::-1], left.shape[::-1])  # in this layout, or both transposed
-        assert (product.left, product.right) in taken
+        assert (matmul.left, matmul.right) in taken
 
 
 def test_matmuls_use_the_memory_layout_of_the_search():
-    products = Products()
-    products.load(SMALL, Path())
-    products.run()
-    caches = {id(right.base) for _, right in products._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
-    assert len(products._pairs) == len(list(SMALL.products()))
+    matmuls = Matmuls()
+    matmuls.load(SMALL, Path())
+    matmuls.run()
+    caches = {id(right.base) for _, right in matmuls._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
+    assert len(matmuls._pairs) == len(list(SMALL.matmuls()))
     # Keys and values of 2 encoder layers and 2 decoder layers; a decoder layer has 2 attentions.
     assert len(caches) == 12
 
 
-def products_of(work):
-    return sum(2 * np.prod(product.left) * product.right[-1] for product in work.products())
+def matmuls_of(work):
+    return sum(2 * np.prod(matmul.left) * matmul.right[-1] for matmul in work.matmuls())
 
 
 def test_limit_is_the_longer_of_compute_time_and_read_time():
     fast, slow = 1e30, 1e-30
     for work in (FORWARD, TRAIN, SMALL):
-        assert Limit({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(products_of(work) / 2.0)
-    read = 4 * sum(np.prod(product.right) for product in FORWARD.products())
-    assert Limit({"a": fast}, {"a": slow, "b": 5.0}).seconds(FORWARD) == pytest.approx(read / 5.0)
-    assert Limit({"a": fast}, {"a": 5.0}).seconds(replace(FORWARD, dtype="bfloat16")) == pytest.approx(read / 10.0)
+        assert Peak({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(matmuls_of(work) / 2.0)
+    read = 4 * sum(np.prod(matmul.right) for matmul in FORWARD.matmuls())
+    assert Peak({"a": fast}, {"a": slow, "b": 5.0}).seconds(FORWARD) == pytest.approx(read / 5.0)
+    assert Peak({"a": fast}, {"a": 5.0}).seconds(replace(FORWARD, dtype="bfloat16")) == pytest.approx(read / 10.0)
     first = replace(SMALL, target=1)
     once = 4 * sum(
         np.prod(shape) for name, shape in ref.parameter_shapes(SMALL.config).items() if name.endswith("kernel")
@@ -127,26 +127,26 @@ def test_limit_is_the_longer_of_compute_time_and_read_time():
     table = 4 * 128 * 1000
     # Keys and values of 2 layers: 6 tokens in the encoder, 6 in cross-attention, and 1 in the decoder.
     caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2
-    assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
+    assert Peak({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
 
 
 def test_optimizer_update_reads_and_writes_every_weight():
-    without = Limit({"a": 1e30}, {"a": 1.0})
+    without = Peak({"a": 1e30}, {"a": 1.0})
     weights = sum(array.size for array in TRAIN.weights().values())
-    read = 4 * sum(np.prod(product.right) for product in TRAIN.products())
+    read = 4 * sum(np.prod(matmul.right) for matmul in TRAIN.matmuls())
     assert without.seconds(TRAIN) == pytest.approx(read + 7 * 4 * weights)
 
 
 def test_limit_uses_the_best_library():
     entries = [
         LibraryEntry("a", seconds=[1.0] * 3, found=[(1.0, 9.0), (5.0, 8.0), (2.0, 1.0)], environment={}),
-        LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"products on a CPU": "MKL"}),
+        LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"matmul library on a CPU": "MKL"}),
         LibraryEntry("c", verdict=FAILED),
     ]
-    found = limit_of(["jax", "torch", "numpy"], entries)
-    assert found == Limit({"jax": 2.0, "torch": 3.0}, {"jax": 8.0, "torch": 4.0}, {"jax": "XLA", "torch": "MKL"})
+    found = peak_of(["jax", "torch", "numpy"], entries)
+    assert found == Peak({"jax": 2.0, "torch": 3.0}, {"jax": 8.0, "torch": 4.0}, {"jax": "XLA", "torch": "MKL"})
     assert (found.rate, found.bandwidth) == (3.0, 8.0)
-    assert limit_of(["numpy"], entries[2:]) is None
+    assert peak_of(["numpy"], entries[2:]) is None
 
 
 def test_measured_libraries_match_the_benchmarked_backends():

@@ -16,7 +16,7 @@ from transformer_bench.rounds import Implementation
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matrix multiplication.
 
     Attributes:
@@ -36,27 +36,27 @@ class Product:
         """The number of additions and multiplications."""
         return 2 * math.prod(self.left) * self.right[-1]
 
-    def backward(self) -> Iterator[Product]:
+    def backward(self) -> Iterator[Matmul]:
         """Yield the matmuls that compute the gradients of both operands."""
         *outer, rows, inner = self.left
         columns = self.right[-1]
         back = "" if self.transposed == "right" else "right"
-        yield Product((*outer, rows, columns), (*outer, columns, inner), self.operand, back)
-        yield Product((*outer, inner, rows), (*outer, rows, columns), f"{self.operand} gradient", "left")
+        yield Matmul((*outer, rows, columns), (*outer, columns, inner), self.operand, back)
+        yield Matmul((*outer, inner, rows), (*outer, rows, columns), f"{self.operand} gradient", "left")
 
 
-class HasProducts(Protocol):
+class HasMatmuls(Protocol):
     """A workload that can list its matrix multiplications."""
 
-    def products(self) -> Iterator[Product]:
+    def matmuls(self) -> Iterator[Matmul]:
         """Yield all matmuls in the order of execution."""
 
 
 @dataclass
-class Products(Implementation):
+class Matmuls(Implementation):
     """A baseline that runs only the matmuls of a workload in NumPy. Its time is a lower bound for the reference."""
 
-    name: str = "products"
+    name: str = "matmuls"
 
     has_result = False
 
@@ -64,9 +64,9 @@ class Products(Implementation):
         """Return the version of NumPy and its matmul library."""
         return ref.describe()
 
-    def load(self, work: HasProducts, weights: Path) -> None:
+    def load(self, work: HasMatmuls, weights: Path) -> None:
         """Create random operands. Operands with the same name, such as a growing cache, share one array."""
-        products, rng = list(work.products()), np.random.default_rng(0)
+        matmuls, rng = list(work.matmuls()), np.random.default_rng(0)
 
         def random(shape: tuple[int, ...], *, transposed: bool) -> ndarray:
             *outer, rows, columns = shape
@@ -75,16 +75,16 @@ class Products(Implementation):
             return rng.standard_normal((*outer, rows, columns), np.float32)
 
         largest: dict[tuple[str, bool], tuple[int, ...]] = {}
-        for product in products:
-            place = product.operand, product.transposed == "right"
-            largest[place] = tuple(map(max, product.right, largest.get(place, product.right)))
+        for matmul in matmuls:
+            place = matmul.operand, matmul.transposed == "right"
+            largest[place] = tuple(map(max, matmul.right, largest.get(place, matmul.right)))
         right = {place: random(shape, transposed=place[1]) for place, shape in largest.items()}
-        kinds = {(product.left, product.transposed == "left") for product in products}
+        kinds = {(matmul.left, matmul.transposed == "left") for matmul in matmuls}
         left = {kind: random(kind[0], transposed=kind[1]) for kind in kinds}
         self._pairs = []
-        for product in products:
-            a = left[product.left, product.transposed == "left"]
-            b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
+        for matmul in matmuls:
+            a = left[matmul.left, matmul.transposed == "left"]
+            b = right[matmul.operand, matmul.transposed == "right"][..., : matmul.right[-2], : matmul.right[-1]]
             self._pairs.append((a, b))
 
     def run(self) -> None:
