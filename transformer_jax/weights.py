@@ -109,7 +109,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
             )
     is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
     owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
-    matrix = getattr(getattr(model.output_proj, "embedding", None), "embedding", None) if is_tied else None
+    matrix = getattr(getattr(find(model, "output_proj"), "embedding", None), "embedding", None) if is_tied else None
     if is_tied and matrix is not find(model, owner).embedding:
         raise ValueError(
             f"output_proj must be tied to {owner}: got a projection with a different matrix; restore the tie, and copy "
