@@ -90,5 +90,5 @@ def describe() -> dict[str, str]:
         "version": np.__version__,
         "device": platform.processor() or platform.machine(),
         "threads": next(filter(None, map(os.environ.get, THREAD_SWITCHES)), str(os.cpu_count())),
-        "matrix products": f"{library} {blas.get('version', '')}".strip(),
+        "matmuls": f"{library} {blas.get('version', '')}".strip(),
     }

@@ -219,7 +219,7 @@ def other_weights(directory):
         ),
         (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["is not inside the directory"]),
         (
-            set_field("cases", GREEDY, "search", "num_hypotheses", value=3),
+            set_field("cases", "decode/port_beam", "search", "num_hypotheses", value=3),
             ["expected num_hypotheses of case", "to be 1, got 3"],
         ),
         (set_field("left_out", value=None), ["expected 'left_out' in manifest.json to be a list, got None"]),

@@ -121,6 +121,7 @@ def test_jax_donated_cache_leaves_the_model_unchanged(port):
     assert model(SOURCE, TARGET).shape[:2] == TARGET.shape
 
 
+@pytest.mark.only("jax")
 def test_jax_reorders_a_cache(port):
     rng, rows = np.random.default_rng(0), np.array([2, 2, 0, 3])
     before = [rng.normal(size=(4, 2, 7, width)) for width in (3, 5)]

@@ -184,7 +184,7 @@ torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 before = switches()
 port.Transformer.from_weights(config, random_weights(config))
 assert switches() == before, switches()
-assert port.describe()["matrix products"] == "bf16 on a CPU, tf32 on a GPU"
+assert port.describe()["matmuls"] == "bf16 on a CPU, tf32 on a GPU"
 torch.set_float32_matmul_precision("highest")
 seen, stop = set(), threading.Event()
 def watch():

@@ -188,7 +188,7 @@ def describe() -> dict[str, str]:
         "version": f"{jax.__version__}, flax {flax.__version__}",
         "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",
         "threads": str(os.cpu_count()),  # XLA uses all cores
-        "matrix products": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
+        "matmuls": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
         "float64": "on" if jax.config.jax_enable_x64 else "off",  # type: ignore[attr-defined]
     }
 

@@ -117,7 +117,7 @@ def describe() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "matmul library on a CPU": onednn.describe(),
         # get_float32_matmul_precision raises an error if one of these settings has been changed.
-        "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
+        "matmuls": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
         f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",
     }
 

@@ -87,4 +87,4 @@ def library(environment: dict[str, str], backend: str) -> str:
         return environment["matmul library on a CPU"]
     if backend == "tf":
         return f"{'Eigen' if os.environ.get('TF_ENABLE_ONEDNN_OPTS') == '0' else 'oneDNN'}; XLA if compiled"
-    return "XLA" if backend == "jax" else environment["matrix matmuls"]
+    return "XLA" if backend == "jax" else environment["matmuls"]
