@@ -198,8 +198,14 @@ def test_wrong_types_are_named_in_the_error(port):
         (lambda: port.package.Transformer({}, rngs=0), "config must be a TransformerConfig: got dict"),
         (lambda: port.package.Transformer.from_weights({}, {}), "config must be a TransformerConfig: got dict"),
         (lambda: port.package.Trainer(model, {}), "settings must be a TrainingConfig: got dict"),
-        (lambda: port.package.Trainer(model.encoder, SETTINGS), "model must be a transformer_jax\.Transformer: got .*EncoderStack"),
-        (lambda: port.package.gradients(model.encoder, *BATCH), "model must be a transformer_jax\.Transformer: got .*EncoderStack"),
+        (
+            lambda: port.package.Trainer(model.encoder, SETTINGS),
+            r"model must be a transformer_jax\.Transformer: got .*EncoderStack",
+        ),
+        (
+            lambda: port.package.gradients(model.encoder, *BATCH),
+            r"model must be a transformer_jax\.Transformer: got .*EncoderStack",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             call()

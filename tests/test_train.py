@@ -331,7 +331,9 @@ def test_diverging_run_reports_the_step_and_saves_no_nan(backend, factor, every,
         assert train(tmp_path / "run", "--backend", backend.name, "--steps", 6, "--set", *options) == 3
     error = capfd.readouterr().err
     assert "Traceback" not in error
-    assert re.search(r"at step [1-6]( \(the last checkpoint is .*\))?; try a smaller learning_rate_factor, or clip_norm=1", error)
+    assert re.search(
+        r"at step [1-6]( \(the last checkpoint is .*\))?; try a smaller learning_rate_factor, or clip_norm=1", error
+    )
     assert read_log(tmp_path / "run")[-1]["step"] >= 1
     for path in (tmp_path / "run").glob("checkpoint-*"):
         assert all(np.isfinite(array).all() for array in ref.load_checkpoint(path).weights.values())
