@@ -20,7 +20,7 @@ from conftest import child_processes, parity, still_running
 from reference_numpy import Plan
 from transformer_bench import rounds, run
 from transformer_bench.implementations import TrainOnDevices
-from transformer_bench.rounds import Implementation, Reply
+from transformer_bench.rounds import Reply, TimedImplementation
 from transformer_bench.tables import costs_for_machines
 from transformer_bench.workload import TrainWork
 from transformer_parity.cli.main import main
@@ -48,7 +48,7 @@ def test_combined_reply_uses_slowest_time_and_largest_memory():
 
 
 @dataclass
-class Two(Implementation):
+class Two(TimedImplementation):
     """Two processes that return their numbers; with ``fails``, process 1 exits and process 0 raises or hangs."""
 
     name: str = "two"

@@ -254,7 +254,7 @@ def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
         ),
         (
             ["--backends", "torch", "--parallel", "data=4", "--processes", "2"],
-            "one process per device of data=4: got 2",
+            "one process per device of data=4): got 2",
         ),
         (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with PORT one of torch"),
     ],

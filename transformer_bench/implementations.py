@@ -1,6 +1,6 @@
 """The implementations that ``parity bench`` times. Each implementation runs in a separate process."""
 
-# ruff: noqa: D102  methods are documented in Implementation
+# ruff: noqa: D102  methods are documented in TimedImplementation
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy import ndarray
 import reference_numpy as ref
 from transformer_bench.peers import PEERS, Peer
 from transformer_bench.peers.marian import marian_model
-from transformer_bench.rounds import Implementation
+from transformer_bench.rounds import TimedImplementation
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
@@ -31,7 +31,7 @@ from transformer_spec.search import SearchResult
 
 
 @dataclass
-class Package(Implementation):
+class Package(TimedImplementation):
     """One of the four packages of this project, called the way its users call it."""
 
     form: ClassVar[str] = ""  # the name of a mode in tables, such as "compiled"; empty for the default mode
@@ -181,7 +181,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
 
 
 @dataclass
-class Other(Implementation):
+class Other(TimedImplementation):
     """An implementation outside this project that runs the same workload."""
 
     peer: Peer
@@ -295,19 +295,19 @@ class DecodeMarian(Other):
         return SearchResult(ids[:, None].numpy(), self._scores[key])
 
 
-OURS: dict[str, dict[str, Implementation]] = {
+OURS: dict[str, dict[str, TimedImplementation]] = {
     "forward": {name: ForwardPackage(name) for name in PORTS},
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
 # Additional modes of the packages, which ``--peers`` also times. TensorFlow's forward pass always uses XLA. Searches
 # have no compiled mode, because torch.compile would recompile them for each length.
-FORMS: dict[str, dict[str, Implementation]] = {
+FORMS: dict[str, dict[str, TimedImplementation]] = {
     "forward": {"torch": ForwardCompiled("torch")},
     "train": {name: TrainCompiled(name) for name in ("torch", "tf")},
     "decode": {},
 }
-OTHERS: dict[str, dict[str, Implementation]] = {
+OTHERS: dict[str, dict[str, TimedImplementation]] = {
     "forward": {name: ForwardOther(peer) for name, peer in PEERS.items()},
     "train": {name: TrainOther(peer) for name, peer in PEERS.items()},
     "decode": {
@@ -318,7 +318,7 @@ OTHERS: dict[str, dict[str, Implementation]] = {
 }
 
 
-def others(work: Work) -> list[Implementation]:
+def others(work: Work) -> list[TimedImplementation]:
     """Return the peers that support the given workload. Only Marian supports beam search."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]

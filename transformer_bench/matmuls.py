@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_bench.rounds import Implementation
+from transformer_bench.rounds import TimedImplementation
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HasMatmuls(Protocol):
 
 
 @dataclass
-class Matmuls(Implementation):
+class Matmuls(TimedImplementation):
     """A baseline that runs only the matmuls of a workload in NumPy. Its time is a lower bound for the reference."""
 
     name: str = "matmuls"

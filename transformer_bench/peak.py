@@ -1,6 +1,6 @@
 """The machine's peak: the best matmul throughput and memory bandwidth of all libraries in use."""
 
-# ruff: noqa: D102  methods are documented in Implementation
+# ruff: noqa: D102  methods are documented in TimedImplementation
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import reference_numpy as ref
 from transformer_bench.matmuls import Matmul
 from transformer_bench.measurements import Entry
-from transformer_bench.rounds import Implementation
+from transformer_bench.rounds import TimedImplementation
 from transformer_bench.workload import Work
 from transformer_parity.transformer.ports.matmuls import library, multiplied, timed
 from transformer_parity.transformer.ports.registry import PORTS
@@ -81,7 +81,7 @@ class LibraryEntry(Entry):
 
 
 @dataclass
-class Library(Implementation):
+class Library(TimedImplementation):
     """A package's matmul library. It runs a large matmul, and reads as many bytes as the workload's weights occupy."""
 
     backend: str

@@ -25,7 +25,7 @@ WORK = "transformer_bench.rounds:work"  # the function that each process runs
 PAUSE = 0.25  # seconds between two runs, because idle threads of Intel's OpenMP keep spinning for up to 0.2 seconds
 
 
-class Implementation:
+class TimedImplementation:
     """An implementation to time. The object is sent to child processes, in which it imports the required packages.
 
     Attributes:
@@ -152,7 +152,7 @@ class ImplementationProcess:
 
 @contextmanager
 def started(
-    implementations: Sequence[Implementation], entries: Sequence[Entry], threads: int
+    implementations: Sequence[TimedImplementation], entries: Sequence[Entry], threads: int
 ) -> Iterator[tuple[list[ImplementationProcess], Path]]:
     """Start the processes of all implementations, which import their packages in parallel.
 
@@ -239,7 +239,7 @@ def _run(process: ImplementationProcess, verify: Verify) -> Reply:
 
 def work(parent: Parent) -> None:
     """Receive an implementation, and answer calls of its methods until the parent closes the connection."""
-    implementation: Implementation = parent.receive()
+    implementation: TimedImplementation = parent.receive()
     while True:
         try:
             method, arguments = parent.receive()

@@ -12,7 +12,7 @@ from transformer_bench.implementations import FORMS, OURS, TrainOnDevices, other
 from transformer_bench.matmuls import Matmuls
 from transformer_bench.measurements import Entry, verdict
 from transformer_bench.peak import LibraryEntry, Peak, libraries, peak_of
-from transformer_bench.rounds import Implementation, Tell, run_rounds, started
+from transformer_bench.rounds import Tell, TimedImplementation, run_rounds, started
 from transformer_bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_bench.verify import verifier_of
 from transformer_bench.workload import Work
@@ -43,9 +43,9 @@ class Setting:
     rounds: int = 1
     plans: Sequence[Plan] = ()
 
-    def implementations(self, work: Work) -> list[Implementation]:
+    def implementations(self, work: Work) -> list[TimedImplementation]:
         """Return the implementations that support the given workload, in the order of the first round."""
-        ours: list[Implementation] = []
+        ours: list[TimedImplementation] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
             # A dozen processes that train a base-sized model use more than 24 GB of memory, so the compiled mode is

@@ -32,12 +32,12 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "dropout rate, or a JSON object with one rate per site",
+    "dropout": "dropout rate, or one rate per site as a JSON object",
     "tokens_per_batch": "batch size in tokens, including padding",
-    "learning_rate_factor": "multiplier of the learning rate in the paper's equation (3)",
+    "learning_rate_factor": "multiplier of the rate in equation (3) of the paper",
     "warmup_steps": "steps during which the learning rate increases",
     "cooldown_steps": "final steps during which the learning rate falls to 0",
-    "average": "number of checkpoints, counted from the last, to average for the final weights",
+    "average": "number of last checkpoints to average for the final weights",
 }
 OTHER_FIELDS = {
     "keep": "number of checkpoints to keep (default: the value of average)",
