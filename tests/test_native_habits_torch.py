@@ -54,7 +54,7 @@ def test_positions_are_exact_with_parameters_of_a_functional_call(port):
 def test_module_that_contains_multiple_models_is_rejected(port, names):
     """Otherwise, only the first model would be searched."""
     models = nn.ModuleDict({name: build(port) for name in names})
-    with pytest.raises(TypeError, match=f"got ModuleDict with {len(names)}$"):
+    with pytest.raises(TypeError, match=f"got ModuleDict with {len(names)} Transformers$"):
         port.package.greedy_search(models, SOURCE)
 
 

@@ -55,7 +55,7 @@ CHANGES = {
     "an adapter": (with_adapters, rf"{LAYER} must compute .* only: got a modules_torch LoRA; merge adapters first"),
     "a wrapper": (without_weight, rf"{LAYER} must compute .* only: got a torch Sequential; merge"),
     "a subclass that overrides forward": (noisy, rf"{LAYER} must compute .* only: got a .*Noisy; merge"),
-    "a block without projections": (other_block, r"must have encoder\.layers\.0\.self_attention\.query_proj"),
+    "a block without projections": (other_block, r"has no encoder\.layers\.0\.self_attention\.query_proj"),
     "a quantized weight": (quantized_weight, rf"{LAYER}\.kernel must be a plain tensor: got Int8Tensor;"),
     "quantize_dynamic": (dynamically_quantized, rf"{LAYER} must compute .* only: got a torch Linear; .* before you"),
 }

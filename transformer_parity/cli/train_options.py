@@ -37,7 +37,7 @@ WITH_DEFAULTS = {
     "learning_rate_factor": "multiplier of the rate in equation (3) of the paper",
     "warmup_steps": "steps during which the learning rate increases",
     "cooldown_steps": "final steps during which the learning rate falls to 0",
-    "average": "number of last checkpoints to average for the final weights",
+    "average": "number of last checkpoints to average",
 }
 OTHER_FIELDS = {
     "keep": "number of checkpoints to keep (default: the value of average)",
