@@ -21,7 +21,7 @@ DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
 FORMULAS, LOSS = "decode/marian_beam", "loss/large_logits"
 SAMPLES, PREFIX, SCORES = "decode/samples", "decode/prefix_beam", "scores/translations"
 BUGS = {  # name: case, module, text, and its replacement; the same for NumPy and PyTorch unless listed separately
-    "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
+    "taps of a cached step": (STEPWISE, "transformer", 'cache, within(tap, "decoder"))', "cache, tap)"),
     "a tap of a cached step is not called": (
         STEPWISE,
         "transformer",
