@@ -195,7 +195,7 @@ REFUSED = {
     "no plan": (["--parallel", "data"], "a plan must have the form data=2,fsdp=2,tensor=2: got 'data'"),
     "processes without a plan": (["--processes", "2"], "--processes requires a parallelism plan"),
     "lockstep": (["--parallel", "data=2", "--backend", "numpy,torch"], "--parallel requires exactly one backend"),
-    "NumPy in two": (["--parallel", "data=2", "--processes", "2"], "NumPy simulates a plan in one process: got 2"),
+    "NumPy in two": (["--parallel", "data=2", "--processes", "2"], "NumPy simulates a plan in one process): got 2"),
     "heads": (["--parallel", "tensor=3"], "num_heads of the encoder must be divisible by tensor=3: got 2"),
 }
 
