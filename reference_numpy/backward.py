@@ -20,36 +20,19 @@ from numpy import ndarray
 from reference_numpy.attention import (
     MultiHeadAttention,
     merge_heads,
-    scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
     split_heads,
 )
+from reference_numpy.backward_checks import check_backward
 from reference_numpy.backward_trace import Activations, LayerInputs, Trace
 from reference_numpy.decoder import DecoderLayer, DecoderStack
-from reference_numpy.embedding import LearnedPosition, SinusoidalPosition
+from reference_numpy.embedding import LearnedPosition
 from reference_numpy.encoder import EncoderLayer, EncoderStack
-from reference_numpy.fast import attend
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.layers import Dropout
 from reference_numpy.transformer import Transformer
-from reference_numpy.weights import layers
 from transformer_spec.names import parameter_shapes, tap_shapes
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
-
-# Blocks and layers whose backward pass is in this module, or that have none.
-BLOCKS = (
-    Transformer,
-    EncoderStack,
-    DecoderStack,
-    EncoderLayer,
-    DecoderLayer,
-    MultiHeadAttention,
-    PositionwiseFeedForward,
-    SinusoidalPosition,
-    Dropout,
-)
-REMEDY = "the backward pass can't differentiate it"
 
 
 def multi_head_attention_backward(
@@ -289,31 +272,6 @@ def transformer_backward(
     trace.note("source_embedding.table", dsource_table)
     parameters = {name: found[name] for name in parameter_shapes(model.config)}
     return parameters, {name: found[name] for name in taps if name in found}
-
-
-def check_backward(model: Transformer) -> None:
-    """Check that the backward pass differentiates the forward pass that the model computes.
-
-    Raises:
-        ValueError: If a block or its ``attend`` function was changed, a layer overrides ``__call__`` but not
-            ``backward``, or tied embeddings are different layers.
-    """
-    for path, layer in layers(model).items():
-        kind, where = type(layer), path.removesuffix(".") or "the model"
-        block = next((block for block in BLOCKS if isinstance(layer, block)), None)
-        if block is not None and kind.__call__ is not block.__call__:
-            raise ValueError(f"{where} must compute what {block.__name__} computes: got {kind.__name__}; {REMEDY}")
-        if isinstance(layer, MultiHeadAttention) and layer.attend not in (scaled_dot_product_attention, attend):
-            raise ValueError(f"{where}.attend must be scaled_dot_product_attention: got a different function; {REMEDY}")
-        if _ancestor(kind, "__call__") < _ancestor(kind, "backward"):
-            raise ValueError(f"{where} must override backward if it overrides __call__: got {kind.__name__}")
-    if model.config.tie_embeddings == "all" and model.target_embedding is not model.source_embedding:
-        raise ValueError("target_embedding must be source_embedding, as in the config: got a different layer")
-
-
-def _ancestor(kind, method):
-    """Return the index of the class that defines a method in the list of a class and its ancestors. 0 if none does."""
-    return next((i for i, ancestor in enumerate(kind.__mro__) if method in vars(ancestor)), 0)
 
 
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:

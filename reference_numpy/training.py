@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import check_backward, transformer_backward
+from reference_numpy.backward import transformer_backward
+from reference_numpy.backward_checks import check_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
 from reference_numpy.fast import FastAdam, by_sentence
 from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax

@@ -29,12 +29,12 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
     found = parameters(model)
-    for name, parameter in found.items():  # check all parameters before the first one is changed
-        array = weights[name]
-        check_writable(name, parameter, np.shape(array))
-        rounded(name, array, parameter.dtype.name)
     for name, parameter in found.items():
-        parameter[...] = rounded(name, weights[name], parameter.dtype.name)
+        check_writable(name, parameter, np.shape(weights[name]))
+    # Round all weights before the first parameter is changed, because a weight may overflow.
+    arrays = {name: rounded(name, weights[name], parameter.dtype.name) for name, parameter in found.items()}
+    for name, parameter in found.items():
+        parameter[...] = arrays[name]
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:

@@ -84,7 +84,7 @@ def test_bug_is_introduced_in_every_layer_and_inherited_downstream(goes_on, repl
     marks = {mark.name: mark for mark in found.marks}
     assert marks["encoder.layers.0.self_attention.query"].verdict == FINE
     inherited = marks["encoder.layers.1.self_attention.query"]
-    assert (inherited.verdict, inherited.alone < 1e-13 < inherited.free) == (INHERITED, True)
+    assert (inherited.verdict, inherited.isolated < 1e-13 < inherited.free) == (INHERITED, True)
     assert marks["encoder.layers.1.self_attention.scores"].verdict == INTRODUCED
 
 

@@ -135,7 +135,7 @@ UNDIFFERENTIATED = {
     ),
     "a block": (
         lambda model: setattr(model.encoder.layers[0], "__class__", HalfLayer),
-        "encoder.layers.0 must compute what EncoderLayer computes: got HalfLayer",
+        "encoder.layers.0 must use EncoderLayer.__call__: got HalfLayer.__call__",
     ),
     "an attention function": (
         lambda model: setattr(model.encoder.layers[0].self_attention, "attend", lambda q, k, v, *_: v),

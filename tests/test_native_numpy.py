@@ -16,7 +16,6 @@ import reference_numpy as ref
 from reference_numpy import fast, functional
 from reference_numpy.optimizer import Adam
 from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
-from transformer_spec.parallel_plan import spread
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
@@ -219,7 +218,6 @@ def test_ids_in_a_narrow_dtype_are_padded_with_a_larger_id():
     assert found.loss == expected.loss
     found, expected = (ref.score(model, x, x).tokens for x in (ids.astype(np.uint8), ids))
     np.testing.assert_array_equal(found, expected)
-    assert (spread(ids.astype(np.uint8), 1, 2, 257)[0, 1, 1] == 257).all()
 
 
 @pytest.mark.parametrize("optimizer", [Adam, fast.FastAdam])

@@ -61,20 +61,24 @@ CHANGES = {
 }
 
 
+def exports(port, model):
+    """Return functions that export the weights, gradients, or moments of a model by canonical name."""
+    trainer = port.package.Trainer(model, SETTINGS)
+    return (
+        model.export_weights,
+        trainer.export_state,
+        lambda: port.package.gradients(model, *BATCH),
+        lambda: trainer.gradient(*BATCH),
+    )
+
+
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize("change", CHANGES)
 def test_exporting_a_replaced_layer_is_rejected(port, change):
     model = build(port, "float32")
     change, message = CHANGES[change]
     change(model)
-    trainer = port.package.Trainer(model, SETTINGS)
-    for refused in (
-        model.export_weights,
-        trainer.export_state,
-        lambda: port.package.gradients(model, *BATCH),
-        lambda: trainer.gradient(*BATCH),
-        lambda: port.package.set_weights(model, random_weights(model.config)),
-    ):
+    for refused in (*exports(port, model), lambda: port.package.set_weights(model, random_weights(model.config))):
         with pytest.raises(ValueError, match=message):
             refused()
 
@@ -121,13 +125,7 @@ def test_export_rejects_a_bias_or_matrix_that_the_config_does_not_have(port, cha
     """Otherwise, a model with the exported weights would return different results."""
     model = build(port, **options)
     change(model)
-    trainer = port.package.Trainer(model, SETTINGS)
-    for refused in (
-        model.export_weights,
-        trainer.export_state,
-        lambda: port.package.gradients(model, *BATCH),
-        lambda: trainer.gradient(*BATCH),
-    ):
+    for refused in exports(port, model):
         with pytest.raises(ValueError, match=rf"got {name}; .* remove every bias and matrix"):
             refused()
 

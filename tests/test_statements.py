@@ -31,8 +31,8 @@ BIAS = "encoder.layers.0.feed_forward.output_proj.bias"
 def test_padding_does_not_hide_the_cause_of_an_error(change, words):
     """A port has the reference's values at padding positions, which no other block uses."""
     wanted = observed(TRUTH, CASE)
-    alone = Read.of(CASE, wanted).combine({**wanted, NAME: change(wanted[NAME])}, wanted)
+    isolated = Read.of(CASE, wanted).combine({**wanted, NAME: change(wanted[NAME])}, wanted)
     blame = SimpleNamespace(introduced=[NAME], dtype="float64")
-    evidence = SimpleNamespace(blame=blame, alone=alone, wanted=wanted)
+    evidence = SimpleNamespace(blame=blame, isolated=isolated, wanted=wanted)
     (first, *_) = [*of_rounding(evidence, CASE), *of_error(evidence, CASE)]
     assert first.startswith(f"at {NAME}, {words}")

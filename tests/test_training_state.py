@@ -214,7 +214,7 @@ def test_mixed_precision_requires_float32_weights(port):
 
 
 def test_mixed_precision_is_rejected_in_numpy():
-    expected = ValueError, "mixed_bfloat16 is not supported by reference_numpy"
+    expected = ValueError, "mixed_bfloat16 is not supported by this package"
     for dtype in ("float64", "float32"):
         assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
 

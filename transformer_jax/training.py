@@ -207,7 +207,7 @@ class Trainer:
         if isinstance(result[0], jax.core.Tracer):
             raise TypeError(
                 "train_step must not be called inside jax.jit or a similar transformation, because it updates the "
-                "trainer. Call it outside, or train the model with nnx.grad and nnx.Optimizer"
+                "trainer; call train_step outside, or train the model with nnx.grad and nnx.Optimizer"
             )
         self.optimizer = optimizer
         put_parameters(self.model, parameters)

@@ -217,7 +217,7 @@ class Decoder(Part):
         x = self.target_embedding(ids) + cache.positions[n]  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        x = self.decoder.step(self.dropout(tap("target_embedding.output", x)), cache, within(tap, "decoder"))
         logits = tap("logits", self.output_proj(x))
         return (logits[:, 0] if is_one else logits), cache
 

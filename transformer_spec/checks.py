@@ -302,6 +302,6 @@ def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
             f"training requires float32 or float64 weights: got {dtype}; to compute in bfloat16, set mixed_bfloat16"
         )
     if mixed_bfloat16 and not supported:
-        raise ValueError("mixed_bfloat16 is not supported by reference_numpy")
+        raise ValueError("mixed_bfloat16 is not supported by this package")
     if mixed_bfloat16 and dtype != "float32":
         raise ValueError(f"mixed_bfloat16 requires float32 weights: got {dtype}")

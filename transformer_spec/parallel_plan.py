@@ -187,6 +187,5 @@ def spread(
     rows = -(-parts.shape[1] // shards)
     if missing := rows * shards - parts.shape[1]:
         padding = (0, 0), (0, missing), (0, 0)
-        dtype = np.promote_types(ids.dtype, np.int32)  # pad_id may overflow a narrow dtype, such as uint8
-        parts = np.pad(parts.astype(dtype), padding, constant_values=pad_id)
+        parts = np.pad(parts, padding, constant_values=pad_id)
     return parts.reshape(micro_batches, shards, rows, ids.shape[1])

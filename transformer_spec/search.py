@@ -179,10 +179,11 @@ class Search:
         penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
-        if self.seed is None and self.num_hypotheses > (self.beam_size or 1):
-            raise ValueError(
-                f"num_hypotheses must be at most beam_size: got {self.num_hypotheses} and {self.beam_size}"
-            )
+        beam, number = self.beam_size, self.num_hypotheses
+        if number > 1 and beam is None and self.seed is None:
+            raise ValueError(f"num_hypotheses={number} requires beam search or sampling; set beam_size or seed")
+        if beam is not None and number > beam:
+            raise ValueError(f"num_hypotheses must be at most beam_size: got {number} and {beam}")
         if not isinstance(self.rules, SearchRules):
             kind = type(self.rules).__name__
             raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")

@@ -35,7 +35,7 @@ def run_search(
         warnings.warn("searches ignore model.compile(); pass torch.compile(model) instead", stacklevel=3)
     if is_hooked(model) or is_hooked(model.decoder):
         warnings.warn(
-            "searches ignore hooks and replaced forward methods of the model and its decoder: "
+            "searches ignore hooks and replaced forward methods of the model and its decoder; "
             "hook or replace their layers, such as output_proj",
             stacklevel=3,
         )

@@ -38,7 +38,7 @@ class Attack:
         says: Text that the output must contain.
         stages: The requested stages.
         cases: Function that returns the cases for a config. None selects every case of ``stages``.
-        alone: Whether the attack runs in a separate process because it may end or modify the process.
+        separate: Whether the attack runs in a separate process because it may end or modify the process.
         timeout: Seconds without a message after which that process is stopped.
         needs: Modules that must be installed.
     """
@@ -51,7 +51,7 @@ class Attack:
     says: str = ""
     stages: tuple[str, ...] = tuple(STAGES)
     cases: Callable[[TransformerConfig], Sequence[Case]] | None = None
-    alone: bool = False
+    separate: bool = False
     timeout: float = BUSY
     needs: tuple[str, ...] = ()
 

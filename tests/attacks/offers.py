@@ -136,7 +136,7 @@ class Word(str):
         raise TypeError("this string can't be pickled")
 
 
-@attack(TOLERATED, stages=STAGES, alone=True)
+@attack(TOLERATED, stages=STAGES, separate=True)
 class WordsOfItsOwn(Sound):
     """The names of weights and taps, and the reason for an omitted case, are instances of a subclass of str."""
 

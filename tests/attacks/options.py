@@ -39,7 +39,7 @@ def attacks(table: str) -> Iterator[Attack]:
         module, *arguments = [*command, *options.split()]
         needs = (("torch",) if "--backends torch" in options else ()) + (("pytest",) if module == "pytest" else ())
         run = partial(_run, module, *arguments)
-        yield Attack(name, what, expected, attack.OPTIONS, run, says, alone=True, needs=needs)
+        yield Attack(name, what, expected, attack.OPTIONS, run, says, separate=True, needs=needs)
 
 
 def _run(module: str, *arguments: str) -> tuple[int, str]:

@@ -43,9 +43,9 @@ def few_cases(config: TransformerConfig) -> list[Case]:
 FEW: dict[str, Any] = {"stages": (ACTIVATIONS,), "cases": few_cases}
 
 
-def alone(expected: str) -> Callable[..., Any]:
+def separate(expected: str) -> Callable[..., Any]:
     """Return a decorator that adds a port in a separate process."""
-    return attack(expected, alone=True, **FEW)
+    return attack(expected, separate=True, **FEW)
 
 
 def before_a_sentence(name: str, what: str, act: Callable[[], Any], **options: Any) -> None:
@@ -56,7 +56,7 @@ def before_a_sentence(name: str, what: str, act: Callable[[], Any], **options: A
             act()
         return Sound.forward(self, source_ids, target_ids, tap)
 
-    inject(__name__, name, INCOMPLETE, what, {"forward": forward}, **{"alone": True, **FEW, **options})
+    inject(__name__, name, INCOMPLETE, what, {"forward": forward}, **{"separate": True, **FEW, **options})
 
 
 def at_load(name: str, what: str, act: Callable[[], Any], expected: str = TOLERATED) -> None:
@@ -66,7 +66,7 @@ def at_load(name: str, what: str, act: Callable[[], Any], expected: str = TOLERA
         Sound.load(self, config, weights, dtype)
         act()
 
-    inject(__name__, name, expected, what, {"load": load}, alone=True, **FEW)
+    inject(__name__, name, expected, what, {"load": load}, separate=True, **FEW)
 
 
 # Exceptions, and the end of the process.
@@ -96,7 +96,7 @@ def fork_and_die() -> None:
     os._exit(0)
 
 
-here = partial(before_a_sentence, alone=False)
+here = partial(before_a_sentence, separate=False)
 here("RaisesInOneCase", "The forward pass raises an error in one case.", lambda: raises(RuntimeError("no")))
 here(
     "RaisesWithoutWords",
@@ -138,7 +138,7 @@ class RaisesInFloat32(Sound):
         super().load(config, weights, dtype)
 
 
-@alone(TOLERATED)
+@separate(TOLERATED)
 class ForksAndWaits(Sound):
     """A forked child process computes the logits and returns them through a pipe."""
 
@@ -232,7 +232,7 @@ at_load(
 )
 
 
-@alone(REFUSED)
+@separate(REFUSED)
 class DistanceReplaced(Sound):
     """The port replaces NumPy's functions norm and isfinite. Its logits are doubled and contain a NaN."""
 
@@ -275,7 +275,7 @@ at_load(
 at_load("ThreadLeftRunning", "A thread keeps running for one second after the last call.", stay)
 
 
-@alone(TOLERATED)
+@separate(TOLERATED)
 class ErrorsRaise(Sound):
     """Outside the forward pass, NumPy raises an error for every overflow, underflow, or invalid operation."""
 

@@ -130,7 +130,7 @@ def add(
     name: str, what: str, expected: str, run: Callable[[], tuple[int, str]], says: str = "", **options: Any
 ) -> None:
     """Add an attack to the table."""
-    PLACED.append(Attack(name, what, expected, PLACES, run, says, alone=True, **options))
+    PLACED.append(Attack(name, what, expected, PLACES, run, says, separate=True, **options))
 
 
 NEEDS_TORCH: dict[str, Any] = {"needs": ("torch",)}

@@ -75,9 +75,9 @@ def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
         ThreadPoolExecutor(processors()) as pool,
     ):  # all threads share the warning filters, so the context encloses all threads
         warnings.simplefilter("ignore")  # attacks cause overflows
-        futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
+        futures = [pool.submit(run_attack, attack) for attack in chosen if attack.separate]
         try:
-            yield from (run_attack(attack) for attack in chosen if not attack.alone)
+            yield from (run_attack(attack) for attack in chosen if not attack.separate)
             yield from (future.result() for future in futures)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -99,7 +99,7 @@ def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     try:
         port = PluginPort(attack.inject)
         cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
-        if attack.alone:
+        if attack.separate:
             checked = CheckedPort(PortJob(attack.inject, selection.setting), cases, attack.stages)
             for _ in run_all([checked], timeout=attack.timeout):
                 pass

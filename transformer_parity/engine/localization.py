@@ -37,14 +37,14 @@ class Mark:
         name: The name of a tap. In the backward pass, the prefix ``at`` denotes the gradient at a tap, and ``of`` the
             gradient of a parameter.
         free: The error in the port's normal run.
-        alone: The error of the tensor if the inputs of its block are correct; infinite if unknown.
+        isolated: The error of the tensor if the inputs of its block are correct; infinite if unknown.
         tolerance: The largest accepted error.
         verdict: ``introduced`` here, ``inherited`` from an earlier tensor, or ``fine``.
     """
 
     name: str
     free: float
-    alone: float
+    isolated: float
     tolerance: float
     verdict: str
 
@@ -86,15 +86,15 @@ class Evidence:
         blame: The result so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
-        alone: The port's tensors. Each block computed them from given inputs or, if only the reference was rerun, from
-            the port's own inputs.
-        wanted: The correct tensors for the same inputs as ``alone``.
+        isolated: The port's tensors. Each block computed them from given inputs or, if only the reference was rerun,
+            from the port's own inputs.
+        wanted: The correct tensors for the same inputs as ``isolated``.
     """
 
     blame: Blame
     actual: Arrays
     expected: Arrays
-    alone: Arrays
+    isolated: Arrays
     wanted: Arrays
 
 
@@ -155,14 +155,14 @@ class Replay:
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
         given = {name: value for name, value in expected.items() if name != OUTPUT}
         try:
-            alone = port(given)
+            isolated = port(given)
         except Exception:  # if a tensor of the port has an incorrect shape, the given values may not fit
-            alone = {}
+            isolated = {}
         other_way = self.blocks_of_reference(actual, expected)
-        if all(same_bits(alone[name], actual[name]) for name in actual if name in alone):
+        if all(same_bits(isolated[name], actual[name]) for name in actual if name in isolated):
             return other_way
         baseline = self.baseline(given, expected)
-        evidence = Evidence(other_way.blame, actual, expected, alone, expected)
+        evidence = Evidence(other_way.blame, actual, expected, isolated, expected)
         found = self.marked(evidence, PORT, expected, lambda name: self.tolerance(name, baseline.get(name, 0.0)))
         if goes_on is None or found.blame.introduced == other_way.blame.introduced or goes_on(actual, given):
             return found
@@ -207,11 +207,11 @@ class Replay:
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
-            alone = self.distance(name, evidence.alone, evidence.wanted)
+            isolated = self.distance(name, evidence.isolated, evidence.wanted)
             verdict = FINE if free <= limit else INHERITED
-            if not (alone <= limit or is_misshapen):
+            if not (isolated <= limit or is_misshapen):
                 verdict = INTRODUCED
-            marks.append(Mark(name, free, alone, limit, verdict))
+            marks.append(Mark(name, free, isolated, limit, verdict))
             if replayed == REFERENCE and name in evidence.actual and name in evidence.expected:
                 is_misshapen |= evidence.actual[name].shape != evidence.expected[name].shape
         return replace(evidence, blame=replace(self.about, replayed=replayed, marks=tuple(marks)))
@@ -234,11 +234,11 @@ def without_consequences(
     given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
     best: Blame | None = None
     for variant in variants:
-        free, alone = variant({}), variant(given)
+        free, isolated = variant({}), variant(given)
         marks = tuple(
             replace(mark, verdict=INHERITED)
             if mark.verdict == INTRODUCED
-            and distance(mark.name, alone, evidence.expected) <= mark.tolerance
+            and distance(mark.name, isolated, evidence.expected) <= mark.tolerance
             and distance(mark.name, free, evidence.actual) <= mark.tolerance
             else mark
             for mark in evidence.blame.marks

@@ -70,7 +70,7 @@ def save(evidence: Evidence, case: Case, port: str, directory: Path) -> Path:
     blame = evidence.blame
     inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
-    saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
+    saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.isolated)
     truth = DEFINITION.load(case.config, weights, Placement("float64"))
     read = _read_by_gradient if STAGES[blame.stage].has_loss else _read_by_tap
     arrays = {
@@ -78,8 +78,8 @@ def save(evidence: Evidence, case: Case, port: str, directory: Path) -> Path:
         **{f"batch/{name}": value for name, value in inputs.items()},
         "expected": evidence.wanted.get(mark.name, evidence.expected[mark.name]),
     }
-    if mark.name in evidence.alone:
-        arrays["actual"] = evidence.alone[mark.name]
+    if mark.name in evidence.isolated:
+        arrays["actual"] = evidence.isolated[mark.name]
     target = directory / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".writing-{secrets.token_hex(4)}"

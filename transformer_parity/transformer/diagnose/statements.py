@@ -51,16 +51,18 @@ def of_names(found: Diagnosis, detail: str) -> Diagnosis:
 def of_error(evidence: Evidence, case: Case) -> list[str]:
     """Return statements about the error of the first wrong block."""
     name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
-    if name not in evidence.alone or name not in evidence.wanted:
+    if name not in evidence.isolated or name not in evidence.wanted:
         return []
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # keys are counted in all sentences
-        if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
+    parts = _sentences(case, evidence.isolated[name], evidence.wanted[name])
+    for isolated, wanted in (
+        reversed(parts) if name.endswith(".weights") else parts
+    ):  # keys are counted in all sentences
+        if found := signatures(isolated, wanted, config, weights, FAR[dtype], batch):
             # Padding can change gradients in other ways, so this statement covers only sentences without padding.
-            is_part = len(alone) < len(evidence.alone[name])
+            is_part = len(isolated) < len(evidence.isolated[name])
             part = f"{_at(name)}, in sentences without padding"
             is_told = [is_part and (name.startswith("at ") or words[0].isdigit()) for words in found]
             return [f"{part if told else _at(name)}, {words}" for told, words in zip(is_told, found, strict=True)]
@@ -70,30 +72,30 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
 def of_operand(evidence: Evidence, case: Case) -> list[str]:
     """Return a statement about the wrong operand of the first wrong block, or [] if no operand explains its error."""
     name = evidence.blame.introduced[0]
-    if name not in evidence.alone or name not in evidence.wanted:
+    if name not in evidence.isolated or name not in evidence.wanted:
         return []
     weights = given(case.load_weights(), evidence.blame.dtype)
-    found = of_operands(name, evidence.alone, evidence.wanted, weights, case.config)
+    found = of_operands(name, evidence.isolated, evidence.wanted, weights, case.config)
     return [f"{_at(name)}, {found}"] if found else []
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:
     """Return a statement about the precision of the first wrong block, if it computes in a narrower dtype."""
     name = evidence.blame.introduced[0]
-    if name not in evidence.alone or name not in evidence.wanted:
+    if name not in evidence.isolated or name not in evidence.wanted:
         return []
-    pairs = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    found = next(filter(None, (narrowed(alone, wanted) for alone, wanted in pairs)), "")
+    pairs = _sentences(case, evidence.isolated[name], evidence.wanted[name])
+    found = next(filter(None, (narrowed(isolated, wanted) for isolated, wanted in pairs)), "")
     return [f"{_at(name)}, {found}"] if found else []
 
 
-def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
+def _sentences(case: Case, isolated: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
     """Return pairs of both arguments: first only the sentences without padding, if any, and then all sentences."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
-    if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
-        return [(alone, wanted)]
-    return [(alone[whole], wanted[whole]), (alone, wanted)]
+    if isolated.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
+        return [(isolated, wanted)]
+    return [(isolated[whole], wanted[whole]), (isolated, wanted)]
 
 
 def of_tensors(
@@ -159,9 +161,9 @@ def wrong_places(evidence: Evidence | None) -> list[str]:
     if evidence is None or not evidence.blame.introduced:
         return []
     name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
-    if name not in evidence.alone or name not in evidence.wanted:
+    if name not in evidence.isolated or name not in evidence.wanted:
         return []
-    return [f"{_at(name)}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], far)]
+    return [f"{_at(name)}, {words}" for words in places(evidence.isolated[name], evidence.wanted[name], far)]
 
 
 def _at(name: str) -> str:

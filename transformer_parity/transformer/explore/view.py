@@ -189,7 +189,7 @@ class _Tap:
             return None
         entry: dict[str, Any] = {
             "error": _number(mark.free),
-            "alone": _number(mark.alone),
+            "isolated": _number(mark.isolated),
             "tolerance": _number(mark.tolerance),
             "verdict": mark.verdict,
         }

@@ -158,7 +158,8 @@ def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _tree(blame: Result) -> dict[str, Any]:
     marks = [
-        Mark(**{**mark, **{key: float(mark[key]) for key in ("free", "alone", "tolerance")}}) for mark in blame["marks"]
+        Mark(**{**mark, **{key: float(mark[key]) for key in ("free", "isolated", "tolerance")}})
+        for mark in blame["marks"]
     ]
     return {
         **{key: blame[key] for key in ("backend", "dtype", "case", "stage")},

@@ -20,7 +20,7 @@ SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 
 
 def of_operands(
-    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+    name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
     """Describe the wrong kernel, input, term, axis, or mask that explains the error of a block.
 
@@ -28,28 +28,28 @@ def of_operands(
 
     Args:
         name: Name of the first wrong tap.
-        alone: The port's tensors, each computed from correct inputs.
+        isolated: The port's tensors, each computed from correct inputs.
         wanted: The correct tensors for the same inputs.
         weights: The parameters.
         config: Config of the model.
     """
     return (
-        other_kernel(name, alone, wanted, weights)
-        or other_input(name, alone, wanted, weights, config)
-        or other_terms(name, alone, wanted)
-        or other_softmax(name, alone, wanted)
-        or other_normed(name, alone, wanted, weights, config)
-        or other_affine(name, alone, wanted, weights)
+        other_kernel(name, isolated, wanted, weights)
+        or other_input(name, isolated, wanted, weights, config)
+        or other_terms(name, isolated, wanted)
+        or other_softmax(name, isolated, wanted)
+        or other_normed(name, isolated, wanted, weights, config)
+        or other_affine(name, isolated, wanted, weights)
     )
 
 
-def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+def other_kernel(name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
     """Describe the parameter that the port uses instead of the kernel of a projection."""
     own = f"{name}_proj"
-    if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
+    if f"{own}.kernel" not in weights or np.shape(isolated[name]) != wanted[name].shape:
         return ""
     kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
-    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    actual, right = without_heads(isolated[name]), without_heads(wanted[name])
     states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
     read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
     wrong = (actual != right).any(-1)  # both tensors contain the reference's values at padding
@@ -70,14 +70,14 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
 
 
 def other_input(
-    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+    name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
     """Describe the tensor that a projection reads instead of its correct input."""
     kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
-    if not kernel.ndim or np.shape(alone[name]) != wanted[name].shape:
+    if not kernel.ndim or np.shape(isolated[name]) != wanted[name].shape:
         return ""
     activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
-    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    actual, right = without_heads(isolated[name]), without_heads(wanted[name])
     wrong = (actual != right).any(-1)  # both tensors contain the reference's values at padding
     if wrong.sum() < 2:
         return ""
@@ -93,18 +93,18 @@ def other_input(
     return ""
 
 
-def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
+def other_terms(name: str, isolated: Arrays, wanted: Arrays) -> str:
     """Describe terms with a wrong factor in the output of a pre-norm layer, which is a sum of multiple terms."""
     layer = name.removesuffix(".output")
     terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
-    if alone[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
+    if isolated[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
+    wrong = (isolated[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
     if len(rows) <= 2 * len(terms):
         return ""
-    factors, _, rank, _ = np.linalg.lstsq(rows, alone[name][wrong].ravel(), rcond=None)
-    if rank < len(terms) or not is_close(rows @ factors, alone[name][wrong].ravel()):
+    factors, _, rank, _ = np.linalg.lstsq(rows, isolated[name][wrong].ravel(), rcond=None)
+    if rank < len(terms) or not is_close(rows @ factors, isolated[name][wrong].ravel()):
         return ""
     changed = [
         f"{one} {'is missing' if abs(factor) < SAME else f'is added {written(factor)} times'}"
@@ -114,12 +114,12 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
     return f"in the sum, {' and '.join(changed)}" if changed else ""
 
 
-def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
+def other_softmax(name: str, isolated: Arrays, wanted: Arrays) -> str:
     """Describe the wrong axis of a softmax, or the scores that the port doesn't mask before the softmax."""
     scores = np.asarray(wanted.get(f"{name.removesuffix('.weights')}.scores", ()), np.float64)
-    if not name.endswith(".weights") or not np.shape(alone[name]) == wanted[name].shape == scores.shape:
+    if not name.endswith(".weights") or not np.shape(isolated[name]) == wanted[name].shape == scores.shape:
         return ""
-    actual, right = (np.asarray(array, np.float64) for array in (alone[name], wanted[name]))
+    actual, right = (np.asarray(array, np.float64) for array in (isolated[name], wanted[name]))
     whole = (actual != right).any(-1).all((1, 2))  # both tensors contain the reference's values at padding
     sums, of_keys = actual[whole].sum(-1), actual[whole].sum(-2)
     if whole.any() and not is_close(sums, np.ones_like(sums)) and is_close(of_keys, np.where(of_keys > 0.5, 1.0, 0.0)):
@@ -145,13 +145,17 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
 
 
 def other_normed(
-    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+    name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
     """Describe the tensor, or the sum of two tensors, that a norm reads instead of its correct input."""
     norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
-    if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
+    if (
+        not name.endswith("_norm.output")
+        or f"{norm}.scale" not in weights
+        or isolated[name].shape != wanted[name].shape
+    ):
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
+    wrong = (isolated[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     read = [
         one
         for one in list(wanted)[: list(wanted).index(name)]
@@ -164,22 +168,22 @@ def other_normed(
         normed = _normed(norm, x, weights, config)
         words = names[0] if len(names) == 1 else f"the sum of {' and '.join(names)}"
         for value, statement in ((normed, f"the norm reads {words}"), (x, f"the output is {words}, without a norm")):
-            if is_close(value, np.asarray(alone[name], np.float64)[wrong]):
+            if is_close(value, np.asarray(isolated[name], np.float64)[wrong]):
                 return statement
     return ""
 
 
-def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+def other_affine(name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
     """Describe the parameters that a norm uses instead of the correct scale and bias."""
     norm = name.removesuffix(".output")
     norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
-    if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
+    if f"{norm}.scale" not in weights or isolated[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
+    wrong = (isolated[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
     scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     if wrong.sum() < 3 or not scale.all():
         return ""
-    normed, actual = (wanted[name][wrong] - bias) / scale, alone[name][wrong]
+    normed, actual = (wanted[name][wrong] - bias) / scale, isolated[name][wrong]
     means = normed.mean(0), actual.mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):  # a channel may have zero variance
         factor = ((normed - means[0]) * (actual - means[1])).sum(0) / ((normed - means[0]) ** 2).sum(0)
