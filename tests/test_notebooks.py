@@ -16,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jupytext
 import numpy as np
 import pytest
 from sphinx.errors import ExtensionError
@@ -83,6 +84,13 @@ def test_every_notebook_is_listed():
     index = (DIRECTORY / "index.md").read_text("utf-8")
     assert re.findall(r"^([\w-]+)$", index.partition("{toctree}")[2], re.MULTILINE) == NAMES
     assert re.findall(r"\{download\}`([\w-]+)\.ipynb`", index) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_source_is_valid_for_jupytext(name):
+    """Options of code cells, such as alternative texts, must be valid YAML."""
+    cells = jupytext.read(DIRECTORY / f"{name}.md").cells
+    assert [cell.source for cell in cells if cell.cell_type == "code"] == source(name)[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
