@@ -204,7 +204,7 @@ def test_hooks_of_attention_dropout_fire(port):
 def test_search_warns_about_hooks_that_it_ignores(port, part):
     model = build(port)
     model.get_submodule(part).register_forward_hook(lambda *args: None)
-    with pytest.warns(UserWarning, match="searches ignore hooks .* of the model and its decoder: hook or replace"):
+    with pytest.warns(UserWarning, match="searches ignore hooks .* of the model and its decoder; hook or replace"):
         port.package.greedy_search(model, SOURCE, max_length=2)
 
 
