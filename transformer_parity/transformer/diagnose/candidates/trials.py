@@ -20,7 +20,7 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
-OBSERVATIONS = 400  # number of results kept in memory; each takes a few hundred kilobytes
+MAX_CACHE_BYTES = 512 * 2**20  # of cached results; trying all candidates on one case takes up to 140 MiB
 BEGINNINGS = (1, 3)  # numbers of steps; the 2nd loss depends on the first update, the 3rd on the moments
 TRUTH = Candidate(())
 
@@ -154,16 +154,18 @@ def observed(candidate: Candidate, case: Case) -> Arrays | None:
     task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
     key = (*task, candidate.content)
     if key not in _OBSERVED:
-        if len(_OBSERVED) >= OBSERVATIONS:
-            _OBSERVED.popitem(last=False)
-        try:
-            with np.errstate(all="ignore"):
-                found = tensors(candidate.load(case.config, case.load_weights()), case)
-            _OBSERVED[key] = _read(case, found) if candidate.parts else found
-        except Exception:  # the changes don't support this model
-            _OBSERVED[key] = None
+        _OBSERVED.add(key, _run(candidate, case))
     _OBSERVED.move_to_end(key)
     return _OBSERVED[key]
+
+
+def _run(candidate: Candidate, case: Case) -> Arrays | None:
+    try:
+        with np.errstate(all="ignore"):
+            found = tensors(candidate.load(case.config, case.load_weights()), case)
+        return _read(case, found) if candidate.parts else found
+    except Exception:  # the changes don't support this model
+        return None
 
 
 def _read(case: Case, arrays: Arrays) -> Arrays:
@@ -172,4 +174,20 @@ def _read(case: Case, arrays: Arrays) -> Arrays:
     return arrays if usual is None else Read.of(case, usual).combine(arrays, usual)
 
 
-_OBSERVED: OrderedDict[Any, Arrays | None] = OrderedDict()
+class _Cache(OrderedDict[Any, Arrays | None]):
+    """The results that were used last, up to a total size of ``MAX_CACHE_BYTES``."""
+
+    size = 0
+
+    def add(self, key: Any, found: Arrays | None) -> None:
+        self[key] = found
+        self.size += _bytes(found)
+        while self.size > MAX_CACHE_BYTES and len(self) > 1:
+            self.size -= _bytes(self.popitem(last=False)[1])
+
+
+def _bytes(found: Arrays | None) -> int:
+    return sum(array.nbytes for array in (found or {}).values())
+
+
+_OBSERVED = _Cache()
