@@ -9,13 +9,13 @@ from conftest import random_weights, tiny_config
 
 from reference_numpy import DropoutRates, TrainingConfig
 
-PRESETS = ["marian", "annotated"]  # tied and untied embeddings, swish and ReLU, post-norm and pre-norm
-OTHERS = [pytest.param(name, marks=pytest.mark.extended("presets", "jax", "tf")) for name in ("paper_base", "torch")]
+# The first has tied embeddings, swish, and post-norm; the second has untied embeddings, ReLU, and pre-norm.
+PRESETS = tiers.first_alone(["marian", "annotated", "paper_base", "torch"], "presets", "jax", "tf")
 FLOAT32 = 64 * np.finfo(np.float32).eps
 NO_DROPOUT = {"dropout": DropoutRates()}
 
 
-@pytest.fixture(params=[*PRESETS, *OTHERS])
+@pytest.fixture(params=PRESETS)
 def preset(request):
     return request.param
 
@@ -47,7 +47,7 @@ def assert_near(found, expected, dtype, what=""):
     assert error <= (1e-12 if dtype == "float64" else FLOAT32) * max(1.0, np.abs(expected).max(initial=0.0)), what
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float64", "float32"], "dtypes", "jax", "tf"))
 def test_fast_logits_agree_with_the_formulas(backend, preset, dtype):
     plain, fast = both(backend, preset, dtype)
     source, target, _ = batch(plain.config)
@@ -55,7 +55,7 @@ def test_fast_logits_agree_with_the_formulas(backend, preset, dtype):
     assert_near(found, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float64", "float32"], "dtypes", "jax", "tf"))
 def test_fast_gradients_agree_with_the_formulas(backend, preset, dtype):
     plain, fast = both(backend, preset, dtype)
     found, expected = (backend.package.gradients(model, *batch(plain.config)) for model in (fast, plain))
@@ -85,7 +85,7 @@ def test_fast_steps_agree_with_the_formulas(backend, preset, micro_batches):
         assert_near(found[name], expected[name], "float64", name)
 
 
-@pytest.mark.parametrize("beam_size", [None, 3, 40])
+@pytest.mark.parametrize("beam_size", tiers.first_alone([3, None, 40], "searches", "jax", "tf"))
 def test_fast_searches_agree_with_the_formulas(backend, preset, beam_size):
     plain, fast = both(backend, preset, "float64")
     source = batch(plain.config)[0]

@@ -8,6 +8,7 @@ import pytest
 from golden_vectors import GREEDY, PADDED, compare, edit, findings_of, moved
 from golden_vectors import copy as copy  # a fixture
 from golden_vectors import truth as truth  # a fixture
+from tiers import first_alone
 
 from transformer_parity.engine.findings import SKIPPED
 from transformer_parity.transformer.cases.case import tiny
@@ -34,9 +35,10 @@ def merged(truth, is_own):
 
 
 def test_copies_with_one_computed_tensor_per_case_are_incomplete(truth, copy, tmp_path, capsys):
-    for case in vectors.read(copy).cases:
+    original = vectors.read(truth)
+    for case in original.cases:
         for dtype in case.dtypes:
-            theirs = vectors.read(truth).tensors(case, dtype)
+            theirs = original.tensors(case, dtype)
             own = next(name for name in ("source_embedding.output", "loss", LOSS, "scores") if name in theirs)
             edit(copy, case.name, dtype, lambda mine, theirs=theirs, own=own: mine.update({**theirs, own: mine[own]}))
     result = tmp_path / "result.json"
@@ -47,11 +49,11 @@ def test_copies_with_one_computed_tensor_per_case_are_incomplete(truth, copy, tm
     assert json.loads(result.read_text())["result"]["comparisons"] <= 80
 
 
-@pytest.mark.parametrize("nth", range(5))
+@pytest.mark.parametrize("nth", first_alone(range(20), "golden vectors"))
 def test_copied_tensors_are_detected_next_to_a_computed_tensor(truth, nth):
     truth = vectors.read(truth)
     for case in truth.cases:
-        for own in list(truth.tensors(case, "float64"))[nth::5]:
+        for own in list(truth.tensors(case, "float64"))[nth::20]:
             if case.stage == "decode" and own == "scores":
                 continue  # the only other tensor is tokens, which matches in every correct program
             mine = merged(truth, lambda name, own=own: name == own)
@@ -112,9 +114,10 @@ def test_copies_with_noise_are_not_detected(truth, noise):
     assert not [place for place in noisy if place[1] == "float64"]
 
 
-PRODUCERS = [pytest.param(name, marks=[] if name == "numpy" else pytest.mark.only(name)) for name in PORTS]
-
-
+PRODUCERS = [
+    pytest.param(name, marks=pytest.mark.extended("golden vectors") if name == "numpy" else pytest.mark.only(name))
+    for name in PORTS
+]
 OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for name in ("bart", "mbart", "annotated")]
 
 

@@ -29,8 +29,8 @@ def inner_proj(model):
 # --- Dtypes and random state ---
 
 
-@pytest.mark.parametrize("tie", ["all", "none"])
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("tie", ["all", pytest.param("none", marks=pytest.mark.extended("dtypes"))])
+@pytest.mark.parametrize("positions", ["learned", pytest.param("sinusoidal", marks=pytest.mark.extended("dtypes"))])
 def test_model_computes_in_the_dtype_of_its_cast_state(port, tie, positions):
     overrides = {"tie_embeddings": tie, "position_encoding": positions, "output_bias": True}
     for before, after in (("float32", "bfloat16"), ("float32", "float64"), ("float64", "float32")):

@@ -212,7 +212,9 @@ def compiled_by_xla(port, kind):
 
 
 @pytest.mark.only("tf")
-@pytest.mark.parametrize("kind", ["plain", "four micro-batches, clipped"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("plain", marks=pytest.mark.extended("training")), "four micro-batches, clipped"]
+)
 def test_xla_compiled_training_has_the_same_losses(port, kind):
     trainer = compiled_by_xla(port, kind)
     assert_near(losses_of(trainer, BATCHES[:3]), losses_of(at_the_start(port, kind), BATCHES[:3]), 1e-12)
