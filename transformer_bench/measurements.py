@@ -1,4 +1,4 @@
-"""The statistics of ``parity bench``: measurements of each implementation, and ratios of times in the same round."""
+"""Statistics for ``parity bench``: the measurements of each implementation, and ratios of times within a round."""
 
 from __future__ import annotations
 

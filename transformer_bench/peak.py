@@ -1,4 +1,4 @@
-"""The machine's peak: the best matmul throughput and memory bandwidth of all libraries in use."""
+"""The machine's peak: the highest matmul throughput and memory bandwidth that any library in use reaches."""
 
 # ruff: noqa: D102  methods are documented in TimedImplementation
 

@@ -1,6 +1,7 @@
 """Array types with shapes, for annotations such as ``Float[ndarray, "B S d_model"]``.
 
-Type checkers use the types of jaxtyping. At run time, an annotation evaluates to the array type, without the shape.
+Type checkers import these types from jaxtyping. At run time, an annotation evaluates to the array type, without the
+shape.
 """
 
 from __future__ import annotations

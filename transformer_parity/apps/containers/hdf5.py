@@ -74,6 +74,6 @@ def _check(path: str, dataset: h5py.Dataset) -> None:
     if dataset.external or dataset.is_virtual:
         raise ValueError(f"{path} uses external or virtual storage, which is not supported")
     if dataset.chunks is not None:
-        raise ValueError(f"{path} has a chunked layout, which is not supported because it can be compressed")
+        raise ValueError(f"{path} has a chunked layout, which is not supported because chunks can be compressed")
     if (held := dataset.id.get_storage_size()) != dataset.nbytes:
         raise ValueError(f"expected {dataset.nbytes:,} bytes for {path} with shape {list(dataset.shape)}, got {held:,}")

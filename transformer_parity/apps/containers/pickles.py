@@ -262,7 +262,7 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
     version, machine, _, keys = (_unpickled(part, path, promise, also) for part in parts[1:])
     if version != LEGACY_VERSION or not (isinstance(machine, dict) and machine.get("little_endian") is True):
-        raise ValueError(f"{path.name} must be little-endian and have version {LEGACY_VERSION} of the legacy format")
+        raise ValueError(f"{path.name} must be little-endian and use version {LEGACY_VERSION} of the legacy format")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(promised):
         raise ValueError(f"{path.name} is damaged: the list of storages does not match the storages of the tensors")
     begin, size, places = ends[-1], path.stat().st_size, {}

@@ -250,8 +250,7 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # These bugs correspond to bugs above but affect all sub-layers. They are used only as candidates of the
-    # diagnosis.
+    # These are variants of the bugs above that affect all sub-layers. Only the diagnosis uses them, as candidates.
     Bug("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Bug("no residual connections", "", everywhere("{norm}({y})")),
     Bug("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

@@ -109,7 +109,8 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # Maps a port's name to its known-answer test, if the port has run other tests since its last known-answer test.
+        # If a port has run other tests since its last known-answer test, this dict maps the port's name to that
+        # known-answer test, which then runs once more.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed

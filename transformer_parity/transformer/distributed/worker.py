@@ -42,7 +42,7 @@ from transformer_spec.training_config import TrainingState
 Place = tuple[tuple[int, int], ...]  # start and stop of a shard along each axis
 Held = tuple[int, Place, str]  # device of a shard, its position in the full parameter, and its hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
-OWN_LENGTH = 4  # length of all targets in a shard's own batch; gives all rows the same weight in the loss
+OWN_LENGTH = 4  # all targets in a shard's own batch have this length, so all rows have the same weight in the loss
 OWN_STEP = 1000  # first step number for the shards' own batches; no run has this many steps
 
 
