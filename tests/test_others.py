@@ -78,11 +78,16 @@ def assert_recognized(diagnosis, names):
 @pytest.mark.parametrize(
     ("kind", "conventions"),
     [
-        (others.TorchTransformer, [FINAL, EPSILON]),
-        (others.TorchPreNorm, [PRE, FINAL, EPSILON]),
         (others.TorchGelu, [PRE, FINAL, EPSILON, "activation='gelu'"]),
-        (others.Marian, [EPSILON, SPLIT, SWISH]),
         (others.MarianAsItComes, [EPSILON, SPLIT, SWISH, "position table in float32"]),
+        *(
+            pytest.param(*values, marks=pytest.mark.extended("third-party ports"))
+            for values in (
+                (others.TorchTransformer, [FINAL, EPSILON]),
+                (others.TorchPreNorm, [PRE, FINAL, EPSILON]),
+                (others.Marian, [EPSILON, SPLIT, SWISH]),
+            )
+        ),
     ],
 )
 @pytest.mark.only("torch")
