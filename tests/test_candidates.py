@@ -32,10 +32,10 @@ CASES = {
     ]
     for stage in (ACTIVATIONS, GRADIENTS)
 }
-CASES[DECODE] = [*port_cases(CONFIGS[0], (DECODE,))]
+# With these two configs, rounding probabilities or log-probabilities to float16 changes the result of a search.
+CASES[DECODE] = port_cases(CONFIGS[1], (DECODE,))
 MARIAN = port_cases(tiny("marian", d_k=None, d_v=None), (DECODE,))
-# In these cases, probabilities that are rounded to float16 change the result.
-CASES[DECODE] += [case for case in MARIAN if case.name == "decode/many_greedy_ends"]
+CASES[DECODE] += tuple(case for case in MARIAN if case.name == "decode/many_greedy_ends")
 STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
 CASES[STEPS] = [
     replace(STEP_CASES["port_clipped"], snapshots=(2,)),
