@@ -20,7 +20,7 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
-MAX_CACHE_BYTES = 512 * 2**20  # of cached results; trying all candidates on one case takes up to 140 MiB
+MAX_CACHE_BYTES = 512 * 2**20  # limit of the cache; trying all candidates on one case adds up to 140 MiB
 BEGINNINGS = (1, 3)  # numbers of steps; the 2nd loss depends on the first update, the 3rd on the moments
 TRUTH = Candidate(())
 
