@@ -173,6 +173,13 @@ def test_search_supports_a_compiled_position_module(port):
 # --- IDs ---
 
 
+@pytest.mark.parametrize("name", ["padding_mask", "target_padding_mask"])
+def test_masks_of_lists_match_masks_of_tensors(port, name):
+    expected = getattr(port.package, name)(torch.tensor(TARGET), 0)
+    for ids in (TARGET.tolist(), TARGET[:, ::-1].copy()[:, ::-1]):
+        assert torch.equal(getattr(port.package, name)(ids, 0), expected)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_ids_are_rejected(port, layout):

@@ -68,7 +68,8 @@ def run_search(
                 if rows is not None:
                     cache.reorder(rows)
                 logits, cache = decode_step(state.tokens.reshape(-1), cache)
-                check_logits((len(logits), 1, logits.shape[1]), (len(logits), 1), model.config.target_vocab_size)
+                if n == 1:
+                    check_logits((len(logits), 1, logits.shape[1]), (len(logits), 1), model.config.target_vocab_size)
                 state, rows = state.step(logits, n, plan)
             if on_step is not None:
                 on_step(state.ids[:, :, :n].cpu().numpy().copy())
