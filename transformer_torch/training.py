@@ -251,7 +251,7 @@ class Trainer:
         named = parameters(transformer_of(self.model))
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
-        accumulated = [(p, p.grad) for p in self.model.parameters()]  # of the caller's own backward passes
+        accumulated = [(p, p.grad) for p in self.model.parameters()]  # gradients from the caller's own backward passes
         try:
             with _training(self.model, self.settings, self.seed, self.step, *self.shard.entropy):
                 loss, _, _ = self._gradient(batch)
