@@ -104,6 +104,65 @@ def test_search_rejects_a_replaced_position_module(port):
         port.package.greedy_search(model, SOURCE)
 
 
+def scaled(model):
+    model.target_position = type("Scaled", (Halved,), {"forward": lambda self, x: Halved.forward(self, 0.3 * x)})(
+        model.config
+    )
+
+
+def hooked_after(model):
+    model.target_position.register_forward_hook(lambda module, arguments, output: 0.3 * output)
+
+
+def hooked_before(model):
+    model.target_position.register_forward_pre_hook(lambda module, arguments: (0.3 * arguments[0],))
+
+
+@pytest.mark.parametrize("change", [scaled, hooked_after, hooked_before])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_search_rejects_a_position_module_that_changes_its_input(port, change, dtype):
+    """A search adds the vectors without the module."""
+    model = build(port, dtype)
+    change(model)
+    with pytest.raises(ValueError, match=r"target_position must only add one vector .*; change target_embedding"):
+        port.package.greedy_search(model, SOURCE)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_learned_positions_beyond_the_last_one_are_rejected(port, rows):
+    config = build(port).config.replace(position_encoding="learned", max_length=3, position_offset=3 - rows)
+    with pytest.raises(ValueError, match=f"length must be at most {rows} for this model: got 4"):
+        port.package.LearnedPosition(config)(torch.zeros(1, 4, config.d_model))
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[:, ::-1], lambda ids: ids.astype(">i8"), np.uint16])
+def test_score_accepts_arrays_with_any_strides_and_byte_order(port, change):
+    model, ids = build(port), change(LABELS)
+    found, expected = (port.package.score(model, SOURCE, x) for x in (ids, torch.tensor(ids.tolist())))
+    torch.testing.assert_close(found.tokens, expected.tokens, rtol=0, atol=0)
+
+
+def test_parameters_of_a_meta_model_can_be_assigned_one_by_one(port):
+    expected = build(port, "float32")
+    with torch.device("meta"):
+        model = port.package.Transformer(expected.config)
+    for name, parameter in expected.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, parameter)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(SOURCE, TARGET), expected(SOURCE, TARGET), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_embedding_can_be_a_module_without_a_matrix(port, side):
+    model = build(port, tie_embeddings="none")
+    size, d_model = getattr(model, f"{side}_embedding").weight.shape
+    factors = nn.Sequential(nn.Embedding(size, 2), nn.Linear(2, d_model)).double()
+    setattr(model, f"{side}_embedding", factors)
+    assert model(SOURCE, TARGET).isfinite().all()
+    assert port.package.greedy_search(model, SOURCE, max_length=2).ids.shape[1] <= 2
+
+
 def test_search_supports_a_compiled_position_module(port):
     model, expected = build(port), port.package.greedy_search(build(port), SOURCE)
     model.target_position = torch.compile(model.target_position, backend="eager")
@@ -112,6 +171,13 @@ def test_search_supports_a_compiled_position_module(port):
 
 
 # --- IDs ---
+
+
+@pytest.mark.parametrize("name", ["padding_mask", "target_padding_mask"])
+def test_masks_of_lists_match_masks_of_tensors(port, name):
+    expected = getattr(port.package, name)(torch.tensor(TARGET), 0)
+    for ids in (TARGET.tolist(), TARGET[:, ::-1].copy()[:, ::-1]):
+        assert torch.equal(getattr(port.package, name)(ids, 0), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -163,6 +229,24 @@ def test_export_rejects_added_layers_of_a_frozen_model(port, change, message):
         model.export_weights()
 
 
+def test_set_weights_that_overflow_leave_the_model_unchanged(port):
+    model, before = build(port, "float32"), build(port, "float32").export_weights()
+    weights = {name: array.astype(np.float64) + 1.0 for name, array in before.items()}
+    weights[[*weights][-1]][:] = 1e300
+    with pytest.raises(ValueError, match="overflows float32"):
+        port.package.set_weights(model, weights)
+    for name, array in model.export_weights().items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_embed_scale_equals_the_multiplier(port):
+    embedding = build(port).source_embedding
+    embedding.multiplier = 3.0
+    assert embedding.embed_scale == 3.0
+    with pytest.raises(AttributeError, match="embed_scale"):
+        embedding.embed_scale = 1.0
+
+
 @pytest.mark.parametrize(("tie", "side"), [("all", "source"), ("target_output", "target")])
 def test_replaced_tied_embedding_requires_a_new_output_projection(port, tie, side):
     """Otherwise, the output matrix would be neither trained nor saved."""
@@ -178,6 +262,18 @@ def test_replaced_tied_embedding_requires_a_new_output_projection(port, tie, sid
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(SOURCE, TARGET), model(SOURCE, TARGET), rtol=0, atol=0)
     assert np.isfinite(float(package.Trainer(model, SETTINGS).train_step(*BATCH).loss))
+
+
+def test_separate_target_embedding_of_a_tied_model_requires_a_new_output_projection(port):
+    model = build(port, tie_embeddings="all")
+    model.target_embedding = port.package.TokenEmbedding(model.config.target_vocab_size, model.config, "float64")
+    trainer = port.package.Trainer(model, SETTINGS)
+    for refused in (model.state_dict, lambda: trainer.train_step(*BATCH)):
+        with pytest.raises(ValueError, match=r"output_proj must be tied to .* replace it with OutputProjection\("):
+            refused()
+    model.output_proj = port.package.OutputProjection(model.config, model.target_embedding, "float64")
+    assert {"source_embedding.weight", "target_embedding.weight"} <= model.state_dict().keys()
+    port.package.Trainer(model, SETTINGS).train_step(*BATCH)
 
 
 def test_added_frozen_layers_have_no_gradients(port):

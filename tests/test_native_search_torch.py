@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from modules_torch import compiled, modes
-from native_models import SOURCE, TARGET, build
+from native_models import BATCH, LABELS, SETTINGS, SOURCE, TARGET, build
 from torch import nn
 from torch.nn.utils import prune
 
@@ -215,3 +215,75 @@ def test_search_rejects_nan(port, search):
         model.source_embedding.weight[5] = float("nan")
     with pytest.raises(ValueError, match="score of each sequence must be finite: got"):
         getattr(port.package, search)(model, SOURCE, max_length=2)
+
+
+class Wrapper(torch.nn.Module):
+    """A wrapper whose ``forward`` method accepts only IDs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, source_ids, target_ids):
+        return self.model(source_ids, target_ids)
+
+
+def hooked(model):
+    wrapper = Wrapper(model)
+    wrapper.register_forward_hook(lambda *args: None)
+    return wrapper
+
+
+def hooked_and_compiled(model):
+    compiled = torch.compile(model, backend="eager")
+    compiled.register_forward_pre_hook(lambda *args: None)
+    return compiled
+
+
+def with_decode_step(model):
+    return type("Decoding", (Wrapper,), {"decode_step": lambda self, *args: self.model.decode_step(*args)})(model)
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_and_compiled, with_decode_step])
+def test_search_warns_about_code_of_wrappers_that_it_ignores(port, change):
+    model, message = change(build(port)), "searches ignore hooks and decode_step methods of modules that wrap the model"
+    with pytest.raises(UserWarning, match=message):  # an error, so that the search doesn't compile the model
+        port.package.greedy_search(model, SOURCE, max_length=2)
+
+
+def test_wrapper_whose_call_accepts_only_ids_can_be_scored_and_trained(port):
+    package, wrapper, model = port.package, Wrapper(build(port)), build(port)
+    package.greedy_search(wrapper, SOURCE, max_length=2)  # without a warning
+    found, expected = (package.score(x, SOURCE, LABELS).tokens for x in (wrapper, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    found, expected = (package.Trainer(x, SETTINGS).train_step(*BATCH).loss for x in (wrapper, model))
+    assert found == expected
+
+
+def without_self_attention(model):
+    model.decoder.layers[1].self_attention = model.decoder.layers[1].self_attention_norm = None
+
+
+def with_sparse_weights(model):
+    for layer in model.decoder.layers:
+        linear = layer.feed_forward.inner_proj
+        linear.weight = torch.nn.Parameter(linear.weight.detach().to_sparse_csr(), requires_grad=False)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("change", [without_self_attention, with_sparse_weights])
+def test_search_with_changed_layers_matches_forward_passes(port, change):
+    model = build(port, "float32", num_decoder_layers=2)
+    change(model)
+    found = port.package.greedy_search(model, SOURCE, max_length=4)
+    with torch.no_grad():
+        scores = port.package.score(model, SOURCE, found.ids).sequences
+    np.testing.assert_allclose(found.scores, scores, rtol=1e-5)
+
+
+def test_search_rejects_logits_of_a_different_vocabulary(port):
+    model = build(port, tie_embeddings="none")
+    size = model.config.target_vocab_size
+    model.output_proj = torch.nn.Linear(model.config.d_model, size + 1).double()
+    with pytest.raises(ValueError, match=rf"logits must have shape \(2, 1, {size}\): got \(2, 1, {size + 1}\)"):
+        port.package.greedy_search(model, SOURCE, max_length=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_same_bits
 from modules_torch import compiled, modes
-from native_models import BATCH, SETTINGS, SOURCE, TARGET, assert_close, build, losses
+from native_models import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses
 
 from reference_numpy import TrainingConfig, parameter_shapes
 
@@ -342,3 +343,68 @@ def test_hook_in_a_training_step_cannot_train_the_same_model(port):
     hook.remove()
     assert trainer.step == 0
     losses(trainer, 1)
+
+
+def test_gradient_of_a_trainer_keeps_accumulated_gradients(port):
+    model = build(port)
+    trainer = port.package.Trainer(model, SETTINGS)
+    model(SOURCE, TARGET).sum().backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    trainer.gradient(*BATCH)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, before[name], rtol=0, atol=0)
+
+
+def test_model_of_a_trainer_cannot_be_replaced(port):
+    """Otherwise, the trainer would keep computing the loss of the first model."""
+    trainer = port.package.Trainer(build(port), SETTINGS)
+    with pytest.raises(AttributeError, match="model"):
+        trainer.model = build(port)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_steps_within_one_autocast_context_use_the_new_weights(port, mixed):
+    settings = dataclasses.replace(SETTINGS, mixed_bfloat16=mixed)
+    together, separate = (port.package.Trainer(build(port, "float32"), settings) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not mixed):
+        found = losses(together)
+    for loss in found:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not mixed):
+            assert losses(separate, 1) == [loss]
+
+
+@pytest.mark.parametrize("transform", ["inference_mode", "vmap", "compile"])
+def test_invalid_labels_are_rejected_in_transformed_code(port, transform):
+    """Values of labels are not read there, so the loss itself must not accept negative labels."""
+    logits, config = build(port)(SOURCE, TARGET).detach(), build(port).config
+    labels = torch.tensor(LABELS).masked_fill(torch.tensor(LABELS) == 0, -100)
+
+    cross_entropy = port.package.cross_entropy
+
+    def loss(x, y):
+        return cross_entropy(x, y, config)[0]
+
+    def transformed():
+        if transform == "vmap":
+            return torch.vmap(lambda x, y: loss(x[None], y[None]))(logits, labels)
+        if transform == "compile":
+            return torch.compile(loss, backend="eager")(logits, labels)
+        with torch.inference_mode():
+            return loss(logits, labels.clone())
+
+    with pytest.raises(RuntimeError, match="index -100 is out of bounds"):
+        transformed()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("masked", [-1e9, float("-inf")])
+def test_loss_ignores_a_masked_padding_logit(port, masked):
+    config = build(port).config.replace(label_smoothing_kind="off_target_and_pad")
+    logits = torch.randn(*LABELS.shape, config.target_vocab_size, generator=torch.Generator().manual_seed(0))
+    found = []
+    for value in (-1e3, masked):
+        x = logits.index_fill(-1, torch.tensor(config.pad_id), value).requires_grad_()
+        loss, _ = port.package.cross_entropy(x, LABELS, config)
+        found.append((loss, *torch.autograd.grad(loss, x)))
+    for actual, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(actual, expected)

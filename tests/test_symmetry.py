@@ -140,6 +140,8 @@ ALLOWED = [
         "tools for linear layers must not change a tied embedding matrix",
     ),
     ("torch", "*", "adds definition *.reset_parameters", "PyTorch initializes parameters in this method"),
+    ("torch", "embedding", "adds definition TokenEmbedding.embed_scale", "peft looks up the multiplier by this name"),
+    ("torch", "training", "adds definition Trainer.model", "the optimizer contains the parameters of only one model"),
     ("torch", "part", "adds definition Part.target_embedding", "a tied embedding matrix is registered only once"),
     ("torch", "part", "adds definition Part.dtype", "PyTorch models usually have this attribute"),
     ("torch", "part.Part.__init__", "adds parameter device", "every PyTorch layer has this parameter"),

@@ -105,7 +105,9 @@ class DecoderCache:
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
+        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
+            self-attention, its entry is omitted. The ``length`` of these entries is not used; to reorder them, call
+            ``reorder`` of this class.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
@@ -201,8 +203,8 @@ class DecoderStack(nn.Module):
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
             KeyValueCache(*(x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in key_values))
-            for layer, key_values in zip(self.layers, projected, strict=True)
-            if layer.self_attention is not None
+            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
+            if i > 0 or layer.self_attention is not None
         ]
         self_mask = torch.zeros(rows, 1, 1, capacity, dtype=torch.bool, device=memory.device)
         return DecoderCache(projected, past, cross_mask, self_mask, positions)

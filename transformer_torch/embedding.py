@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
+from transformer_spec.checks import check_positions
 from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_torch.layers import Linear
@@ -62,7 +63,11 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(vocab_size, config.d_model, dtype=to_dtype(dtype))
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.embed_scale = self.multiplier  # peft looks up the multiplier under this attribute name
+
+    @property
+    def embed_scale(self) -> float:
+        """The multiplier, under the name that peft looks up. To change it, set ``multiplier``."""
+        return self.multiplier
 
     def reset_parameters(self) -> None:
         """Initialize the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
@@ -142,6 +147,8 @@ class LearnedPosition(nn.Embedding):
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return the vectors that are added at the first ``length`` positions."""
+        if length > len(self.weight) - self.offset:
+            check_positions("length", length, len(self.weight) - self.offset)
         return self.weight[self.offset : self.offset + length]
 
     def extra_repr(self) -> str:

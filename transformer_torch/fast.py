@@ -64,8 +64,8 @@ class FastSinusoidalPosition(SinusoidalPosition):
         self._fill()
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` plus the encoding of each position. If the dtypes match, use the cached vectors."""
-        if x.dtype == self.table.dtype:
+        """Return ``x`` plus the encoding of each position. If dtype and device match, use the cached vectors."""
+        if x.dtype == self.table.dtype and x.device == self.table.device:
             return super().forward(x)
         return x + super().vectors(x.shape[1]).to(x)
 
@@ -171,6 +171,25 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(hooks or module._forward_hooks or "forward" in vars(module))
 
 
+def check_addition(position: nn.Module, vectors: Float[Tensor, "L d_model"]) -> None:
+    """Check that a position module with custom code only adds vectors, because a search adds them without the module.
+
+    Args:
+        position: Positional encoding.
+        vectors: Output of the module for zeros.
+
+    Raises:
+        ValueError: If the module also changes the vectors that it receives.
+    """
+    if _is_custom(position):
+        ones, tolerance = torch.ones_like(vectors), 16 * torch.finfo(vectors.dtype).eps
+        if not torch.allclose(position(ones[None])[0], ones + vectors, tolerance, tolerance):
+            raise ValueError(
+                f"target_position must only add one vector per position: got a {type(position).__name__} that also "
+                "changes the vectors it receives; change target_embedding instead"
+            )
+
+
 def _is_custom(module):
     """Return whether a module may run code that isn't part of PyTorch or this package, or compiled code."""
     is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
@@ -206,6 +225,7 @@ def _lay_out_for_few_rows(model, rows):
         if (
             type(module) in (nn.Linear, TiedProjection)
             and type(module.weight) in (Tensor, nn.Parameter)  # excludes quantized tensors
+            and module.weight.layout == torch.strided
             and module.weight.dtype in dtypes
             and not name.endswith(MEMORY_PROJECTIONS)
         ):

@@ -5,6 +5,7 @@ Axes: B batch, S source length, T target length, L source or target length.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ def padding_mask(ids: Int[Tensor, "B L"], pad_id: int) -> Bool[Tensor, "B L"]:
         ids: Token IDs, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
+    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(np.array(ids))
     return ids != pad_id
 
 
@@ -30,6 +32,7 @@ def target_padding_mask(target_ids: Int[Tensor, "B T"], pad_id: int) -> Bool[Ten
         target_ids: Token IDs that the decoder reads, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
+    target_ids = target_ids if isinstance(target_ids, Tensor) else torch.as_tensor(np.array(target_ids))
     is_first = torch.arange(target_ids.shape[1], device=target_ids.device) == 0
     return padding_mask(target_ids, pad_id) | is_first
 

@@ -71,6 +71,7 @@ class Adam(torch.optim.Adam):
                 if parameter.grad is not None:
                     self.moments(parameter, steps)
         self.step()
+        torch.clear_autocast_cache()  # otherwise, a surrounding autocast context would keep casts of the old weights
         frozen = [state["step"] for parameter, state in self.state.items() if parameter.grad is None]
         if frozen:  # count steps for frozen parameters too, because they may be trained later
             torch._foreach_add_(frozen, 1)

@@ -174,12 +174,18 @@ class Part(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.device
+        return self._first_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
-        return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.dtype
+        return self._first_weight.dtype
+
+    @property
+    def _first_weight(self):
+        """The embedding matrix, or the first parameter if the embedding was replaced with a module without a matrix."""
+        weight = getattr(self.target_embedding if self.part == "decoder" else self.source_embedding, "weight", None)
+        return next(self.parameters()) if weight is None else weight
 
     def _take(self, side, ids, mask):
         """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""

@@ -78,7 +78,8 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
     """Check the token IDs that a caller passed, and return them as a tensor.
 
     Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, an ID outside
-    the vocabulary raises an IndexError in the embedding on a CPU, or triggers a CUDA assertion on a GPU.
+    the vocabulary raises an IndexError in the embedding or a RuntimeError in the loss on a CPU, or triggers a CUDA
+    assertion on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):

@@ -229,15 +229,17 @@ def score(
             too long.
     """
     given, model = model, transformer_of(model)
+    has_mask = source_mask is not None
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
-    target_ids = torch.as_tensor(target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids))
+    target_ids = target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
     start = torch.full_like(labels[:, :1], check_start(start_id, model.config))
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
     with inference(given):
-        scores = given(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+        inputs = source_ids, torch.cat([start, labels[:, :-1]], 1)
+        scores = given(*inputs, source_mask) if has_mask else given(*inputs)  # [B * N, T, V]
     scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
     tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
     is_token = labels != model.config.pad_id

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from transformer_spec.checks import check_logits
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
 from transformer_torch.fast import decoding_twin, is_hooked
 from transformer_torch.layers import inference
@@ -28,7 +29,8 @@ def run_search(
 ) -> SearchResult:
     """Run a search and return its result. ``kind`` is the class of the search state."""
     given, model = model, transformer_of(model)
-    wrappers = takewhile(lambda module: module is not model, given.modules())
+    before = takewhile(lambda module: module is not model, given.modules())
+    wrappers = [module for module in before if any(inner is model for inner in module.modules())]
     # Compile decode_step with the settings that the caller passed to torch.compile(model).
     compiled = next((wrapper.dynamo_ctx for wrapper in wrappers if hasattr(wrapper, "dynamo_ctx")), None)
     if model._compiled_call_impl is not None:
@@ -37,6 +39,14 @@ def run_search(
         warnings.warn(
             "searches ignore hooks and replaced forward methods of the model and its decoder; "
             "hook or replace their layers, such as output_proj",
+            stacklevel=3,
+        )
+    if any(
+        module._forward_hooks or module._forward_pre_hooks or "decode_step" in dir(type(module)) for module in wrappers
+    ):
+        warnings.warn(
+            "searches ignore hooks and decode_step methods of modules that wrap the model; "
+            "hook or replace the model's layers, such as output_proj",
             stacklevel=3,
         )
     if is_divided(model):
@@ -58,6 +68,8 @@ def run_search(
                 if rows is not None:
                     cache.reorder(rows)
                 logits, cache = decode_step(state.tokens.reshape(-1), cache)
+                if n == 1:
+                    check_logits((len(logits), 1, logits.shape[1]), (len(logits), 1), model.config.target_vocab_size)
                 state, rows = state.step(logits, n, plan)
             if on_step is not None:
                 on_step(state.ids[:, :, :n].cpu().numpy().copy())

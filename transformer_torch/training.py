@@ -74,15 +74,17 @@ def cross_entropy(
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
-    spread = log_probabilities.sum(-1)  # [B, T]
-    right = log_probabilities.take_along_dim(labels[..., None], -1)[..., 0]  # [B, T]
+    summed = log_probabilities
+    if config.label_smoothing_kind == "off_target_and_pad":  # exclude padding, whose log-probability may be -inf
+        summed = summed.masked_fill(torch.arange(summed.shape[-1], device=summed.device) == config.pad_id, 0.0)
+    spread = summed.sum(-1)  # [B, T]
+    right = log_probabilities.gather(-1, labels[..., None])[..., 0]  # [B, T]
     smoothing = config.label_smoothing
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -185,12 +187,17 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
         self.shard = BatchShard(model, mesh, dropout)
         self.shard.check_same("seed, settings, dropout, and model", (seed, settings, dropout, config))
-        self.model = model.eval()
+        self._model = model.eval()
         self.settings = settings
         self.seed = seed
         self.step = 0  # number of steps taken
         self.optimizer = Adam(model.parameters(), settings)
         self._loss = torch.compile(_loss) if compile else _loss
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model. To train or evaluate a different model, create a new ``Trainer``."""
+        return self._model
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one optimizer step on the loss per target token of a batch, with dropout enabled.
@@ -244,10 +251,14 @@ class Trainer:
         named = parameters(transformer_of(self.model))
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
-        with _training(self.model, self.settings, self.seed, self.step, *self.shard.entropy):
-            loss, _, _ = self._gradient(batch)
-        found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
-        self.model.zero_grad()
+        accumulated = [(p, p.grad) for p in self.model.parameters()]  # gradients from the caller's own backward passes
+        try:
+            with _training(self.model, self.settings, self.seed, self.step, *self.shard.entropy):
+                loss, _, _ = self._gradient(batch)
+            found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
+        finally:
+            for p, grad in accumulated:
+                p.grad = grad
         return Gradients(loss.item(), found, frozen=tuple(name for name in named if name not in found))
 
     @torch.no_grad()
@@ -349,7 +360,8 @@ def _take(model, source_ids, target_ids, labels):
 def _loss(model, batch, config, tap=no_tap):
     """Return the summed loss of a batch and the number of target tokens."""
     source_ids, target_ids, labels = batch
-    return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
+    taps = {} if tap is no_tap else {"tap": tap}  # a wrapper's forward method may accept only IDs
+    return cross_entropy(model(source_ids, target_ids, **taps), labels, config)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
 from transformer_torch.embedding import LearnedPosition, SinusoidalPosition
+from transformer_torch.fast import check_addition
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
 from transformer_torch.runtime import to_ids
@@ -185,6 +186,7 @@ class Decoder(Part):
                 f"target_position must be a module that adds one vector per position: got {type(position).__name__}"
             )
         positions = self.target_position(memory.new_zeros(1, capacity, memory.shape[2]))[0]  # [capacity, d_model]
+        check_addition(self.target_position, positions)
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     @torch.no_grad()

@@ -36,11 +36,14 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype. The model is then unchanged.
     """
     check_weights(model.config, weights, part=model.part)
-    for name, parameter in parameters(model).items():
-        copy_in(name, weights[name], parameter)
+    found = parameters(model)
+    # Round all weights before the first parameter is changed, because a weight may overflow.
+    arrays = {name: rounded(name, weights[name], dtype_name(parameter)) for name, parameter in found.items()}
+    for name, parameter in found.items():
+        copy_in(name, arrays[name], parameter)
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
@@ -123,7 +126,7 @@ def check_tie(model: Any, *_: Any) -> None:
         ValueError: If the embedding that is tied to the output projection was replaced.
     """
     output = None if model.part == "encoder" else getattr(model.output_proj, "_orig_mod", model.output_proj)
-    if isinstance(output, TiedProjection) and output.embedding not in model.modules():
+    if isinstance(output, TiedProjection) and output.embedding not in model.target_embedding.modules():
         raise ValueError(
             "output_proj must be tied to target_embedding: got a projection that is tied to a different embedding; "
             "replace it with OutputProjection(config, model.target_embedding, dtype)"
