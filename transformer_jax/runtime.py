@@ -114,6 +114,7 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(model: Any, *args: Any, **options: Any) -> Any:
         with ExitStack() as stack:
             if model.precision is not None:
+                check_choice("precision", model.precision, PRECISIONS)
                 stack.enter_context(jax.default_matmul_precision(MATMUL_PRECISION[model.precision]))
             if (device := model.device) is not None:
                 stack.enter_context(jax.default_device(device))
