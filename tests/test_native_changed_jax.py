@@ -146,7 +146,7 @@ def test_subclass_with_additional_variables_is_not_loaded(port, kind):
     config = tiny_config(**ONE_LAYER)
     with pytest.raises(ValueError, match=r"only canonical parameters can be loaded: got extra.*; create the model"):
         Extended.from_weights(config, random_weights(config))
-    model = Extended(config, rngs=0)
+    model = Extended(config, rngs=nnx.Rngs(0))
     port.package.set_weights(model, random_weights(config))
     assert isinstance(model.source_embedding.embedding[...], jax.Array)
 
