@@ -254,3 +254,45 @@ def test_learned_positions_reject_long_inputs(port):
         layer(jnp.ones([2, 4, 24]))
     (length,) = jax.export.symbolic_shape("length", constraints=["length <= 1"])
     jax.export.export(jax.jit(layer))(jax.ShapeDtypeStruct((2, length, 24), jnp.float32))
+
+
+# --- Caches ---
+
+
+@pytest.mark.parametrize(
+    ("beam_size", "rows", "got"),
+    [
+        (2, [0, 1], "row 1 of sequence 0 for sequence 1"),  # drops the second sequence
+        (1, np.array([1, 0]), "row 1 of sequence 1 for sequence 0"),
+        (2, [0, 0, 1, 3], "row 1 of sequence 0 for sequence 1"),
+    ],
+)
+def test_hypotheses_of_a_cache_stay_in_their_sequence(port, beam_size, rows, got):
+    """The cache stores the encoder memory once per sequence, and ``reorder`` doesn't move it."""
+    import jax.numpy as jnp
+
+    cache = build(port).init_cache(SOURCE, 3, beam_size)
+    message = f"rows must not move hypotheses to a different sequence: got {got}; create a new cache"
+    for given in (rows, jnp.asarray(rows)):
+        with pytest.raises(ValueError, match=message):
+            cache.reorder(given)
+    with pytest.raises(ValueError, match="the same number of rows for 2 sequences: got 3"):
+        cache.reorder([0, 0, 1])
+
+
+def test_number_of_hypotheses_in_a_cache_can_change(port):
+    model = build(port)
+    _, cache = model.decode_step(TARGET[:, 0], model.init_cache(SOURCE, 3))
+    cache.reorder([0, 0, 0, 1, 1, 1])
+    logits, _ = model.decode_step(TARGET[:, 1].repeat(3), cache)
+    expected = model(SOURCE, TARGET)[:, 1].repeat(3, 0)
+    np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_decoder_layer_without_self_attention_uses_no_cache(port):
+    model = build(port, num_decoder_layers=3)
+    model.decoder.layers[1].self_attention = None
+    cache = model.init_cache(SOURCE, 3)
+    for i in range(3):
+        logits, cache = model.decode_step(TARGET[:, i], cache)
+    np.testing.assert_allclose(logits, model(SOURCE, TARGET)[:, 2], rtol=1e-10, atol=1e-12)

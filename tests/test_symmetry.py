@@ -182,6 +182,7 @@ ALLOWED = [
     ("jax", "weights", "adds definition check_loaded", "loading skips the initialization, also of a subclass's layers"),
     ("jax", "runtime", "adds definition check_float64", "JAX replaces float64 with float32 unless x64 is on"),
     ("jax", "runtime", "adds definition to_dtype", "dtypes are JAX dtypes or names"),
+    ("jax", "runtime", "adds definition to_rows", "the values of a traced array can't be read"),
     ("jax", "runtime", "adds definition to_rngs", "the random state is explicit in JAX"),
     ("jax", "runtime", "adds definition to_numpy", "an array can be sharded over multiple processes"),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's GELU is inaccurate for large negative inputs"),

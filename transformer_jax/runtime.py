@@ -154,6 +154,27 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     return jnp.array(memory)  # copy, so that the caller's array is never aliased
 
 
+def to_rows(rows: Any, hypotheses: int, sequences: int) -> Int[Array, " R"]:
+    """Check the rows that replace the hypotheses in a cache, and return them as an array.
+
+    A cache stores the encoder memory once per sequence, so each row must contain a hypothesis of the same sequence. The
+    number of hypotheses per sequence may change. Values are checked only if reading them costs nothing.
+    """
+    rows = as_array("rows", rows)
+    values = _values(rows) if isinstance(rows, Array) else rows
+    if values is not None:
+        places = np.arange(len(values))
+        if len(values) % sequences:
+            raise ValueError(f"rows must contain the same number of rows for {sequences} sequences: got {len(values)}")
+        before, after = (count // sequences for count in (hypotheses, len(values)))
+        if moved := np.flatnonzero(values // before != places // after).tolist():
+            raise ValueError(
+                f"rows must not move hypotheses to a different sequence: got row {values[moved[0]]} of sequence "
+                f"{values[moved[0]] // before} for sequence {moved[0] // after}; create a new cache instead"
+            )
+    return jnp.asarray(rows)
+
+
 def to_numpy(array: Array) -> np.ndarray:
     """Copy an array to the host. If it is sharded over several processes, all of them must call this function."""
     is_local = not isinstance(array, Array) or array.is_fully_addressable  # a model's state may contain NumPy arrays
