@@ -15,6 +15,7 @@ from jax import Array
 from transformer_jax.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
+from transformer_jax.runtime import to_rows
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
@@ -129,8 +130,14 @@ class DecoderCache:
         Beam search uses this method to drop some hypotheses and to duplicate others.
 
         Args:
-            rows: For each row of the result, the index of the row to copy.
+            rows: For each row of the result, the index of the row to copy, which must contain a hypothesis of the same
+                source sequence.
+
+        Raises:
+            ValueError: If a row contains a hypothesis of a different source sequence. Under ``jax.jit`` and on a GPU,
+                the rows can't be checked.
         """
+        rows = to_rows(rows, len(self.self_mask), len(self.cross_mask))
         self.self_mask = self.self_mask[rows]
         for past in self.past:
             past.reorder(rows)
@@ -225,7 +232,8 @@ class DecoderStack(nnx.Module):
         if x.shape[1] > 1:  # within one step, no position may attend to a later one
             last = cache.length + jnp.arange(x.shape[1])[:, None]
             mask = mask & (jnp.arange(mask.shape[3]) <= last)
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
+        stored = iter(cache.past)
+        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
         if self.final_norm is not None:

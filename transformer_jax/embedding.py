@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.layers import Linear
+from transformer_spec.checks import check_positions
 from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 
@@ -128,6 +129,8 @@ class LearnedPosition(nnx.Embed):
 
     def vectors(self, length: int) -> Float[Array, "L d_model"]:
         """Return the vectors that are added at the first ``length`` positions."""
+        if isinstance(length, int):  # jax.export can use a symbolic length
+            check_positions("length", length, len(self.embedding) - self.offset)
         return self.embedding[self.offset : self.offset + length]
 
 

@@ -6,6 +6,7 @@ Axes: B batch, S source length, T target length, L source or target length.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from transformer_spec.shapes import Bool, Int
@@ -18,6 +19,7 @@ def padding_mask(ids: Int[Array, "B L"], pad_id: int) -> Bool[Array, "B L"]:
         ids: Token IDs, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
+    ids = jnp.asarray(ids)
     return ids != pad_id
 
 
@@ -30,7 +32,7 @@ def target_padding_mask(target_ids: Int[Array, "B T"], pad_id: int) -> Bool[Arra
         target_ids: Token IDs that the decoder reads, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
-    is_first = jnp.arange(target_ids.shape[1]) == 0
+    is_first = jnp.arange(np.shape(target_ids)[1]) == 0
     return padding_mask(target_ids, pad_id) | is_first
 
 

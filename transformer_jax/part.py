@@ -29,7 +29,7 @@ from transformer_jax.runtime import (
     to_memory,
     to_rngs,
 )
-from transformer_jax.weights import get_weights, set_weights
+from transformer_jax.weights import check_loaded, get_weights, set_weights
 from transformer_spec.checks import check_capacity, check_choice, check_given, check_next_ids, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
@@ -113,8 +113,8 @@ class Part(nnx.Module):
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
-                ``precision`` is unknown.
+            ValueError: If the weights don't match the config or overflow the dtype, if ``dtype``, ``device``, or
+                ``precision`` is unknown, or if a subclass adds variables, because loading doesn't initialize them.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
         dtype, place = to_dtype(dtype), to_device(device)
@@ -127,6 +127,7 @@ class Part(nnx.Module):
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Dropout):
                     module.rngs = nnx.data(stream and stream.fork())
+            check_loaded(model)
         if device is not None:  # commit the arrays to the device
             nnx.update(model, jax.device_put(nnx.state(model), place))
         model.precision = precision
@@ -174,8 +175,8 @@ class Part(nnx.Module):
         If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 
         Raises:
-            ValueError: If a layer of this package was replaced with a different type of layer, or a trainable parameter
-                has no canonical name.
+            ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
+                variable of the forward pass has no canonical name, or the model contains only shapes.
         """
         return get_weights(self)
 

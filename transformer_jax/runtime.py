@@ -114,6 +114,7 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(model: Any, *args: Any, **options: Any) -> Any:
         with ExitStack() as stack:
             if model.precision is not None:
+                check_choice("precision", model.precision, PRECISIONS)
                 stack.enter_context(jax.default_matmul_precision(MATMUL_PRECISION[model.precision]))
             if (device := model.device) is not None:
                 stack.enter_context(jax.default_device(device))
@@ -151,6 +152,27 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     memory = as_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return jnp.array(memory)  # copy, so that the caller's array is never aliased
+
+
+def to_rows(rows: Any, hypotheses: int, sequences: int) -> Int[Array, " R"]:
+    """Check the rows that replace the hypotheses in a cache, and return them as an array.
+
+    A cache stores the encoder memory once per sequence, so each row must contain a hypothesis of the same sequence. The
+    number of hypotheses per sequence may change. Values are checked only if reading them costs nothing.
+    """
+    rows = as_array("rows", rows)
+    values = _values(rows) if isinstance(rows, Array) else rows
+    if values is not None:
+        places = np.arange(len(values))
+        if len(values) % sequences:
+            raise ValueError(f"rows must contain the same number of rows for {sequences} sequences: got {len(values)}")
+        before, after = (count // sequences for count in (hypotheses, len(values)))
+        if moved := np.flatnonzero(values // before != places // after).tolist():
+            raise ValueError(
+                f"rows must not move hypotheses to a different sequence: got row {values[moved[0]]} of sequence "
+                f"{values[moved[0]] // before} for sequence {moved[0] // after}; create a new cache instead"
+            )
+    return jnp.asarray(rows)
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -75,13 +75,13 @@ def cross_entropy(
     # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
-    spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
     classes = config.target_vocab_size
+    if config.label_smoothing_kind == "off_target_and_pad":  # the logit of padding may be -inf
+        wide = jnp.where(jnp.arange(classes) == config.pad_id, 0.0, wide)
+        classes -= 1
+    spread = wide.sum(-1) - classes * log_totals  # [B, T]
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
-        classes -= 1
-    if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - (wide[..., config.pad_id] - log_totals)
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -91,7 +91,8 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero.
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Taps that the model
+    doesn't call, for example because you replaced a layer, have no gradient.
 
     Args:
         model: Model, which is not modified.
@@ -102,7 +103,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
         ValueError: If the IDs have the wrong shape or are outside the vocabulary, a trainable parameter has no
-            canonical name, or two canonical names refer to the same parameter.
+            canonical name, two canonical names refer to the same parameter, or the model is an ensemble or has no
+            values.
     """
     check_model(model)
     check_layers(model)
@@ -114,7 +116,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     return Gradients(
         float(loss),
         {name: np.array(of_parameters[name]) for name in parameter_shapes(model.config)},
-        {name: np.array(of_taps[name]) for name in taps},
+        {name: np.array(of_taps[name]) for name in taps if name in of_taps},
     )
 
 
@@ -128,7 +130,8 @@ class Trainer:
     Args:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed, the step number, and whether
+            ``jax_enable_x64`` is on.
         mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. Pass the full batch in every
             process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
@@ -139,9 +142,9 @@ class Trainer:
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
-        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, a trainable parameter has no canonical name, two canonical names refer to the same
-            parameter, or another value is invalid.
+        ValueError: If not all parameters are in float32 or all in float64, mixed precision is combined with float64,
+            the mesh can't divide the model, a parameter or another variable has no canonical name, two canonical names
+            refer to the same parameter, the model is an ensemble or has no values, or another value is invalid.
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 
@@ -158,7 +161,7 @@ class Trainer:
         check_type("settings", settings, TrainingConfig)
         check_layers(model)
         check_float64(model.source_embedding.embedding.dtype.name)
-        check_trainable(model.source_embedding.embedding.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        _check_dtypes(parameters_of(model), settings)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         model.eval()
@@ -196,14 +199,15 @@ class Trainer:
                 divide the batch size, or the model is no longer in float32 or float64.
         """
         settings, config = self.settings, self.model.config
-        batch, random_bits = self._take(source_ids, target_ids, labels)
+        parameters = parameters_of(self.model)
+        batch, random_bits = self._take(parameters, source_ids, target_ids, labels)
         # Compute the numbers that change from step to step in Python, so they are exact even if float64 is off in JAX.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
-        optimizer, parameters, result = self._compiled_step(parameters_of(self.model), self.optimizer, batch, numbers)
+        optimizer, parameters, result = self._compiled_step(parameters, self.optimizer, batch, numbers)
         if isinstance(result[0], jax.core.Tracer):
             raise TypeError(
                 "train_step must not be called inside jax.jit or a similar transformation, because it updates the "
@@ -229,8 +233,9 @@ class Trainer:
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
                 divide the batch size, or the model is no longer in float32 or float64.
         """
-        batch, random_bits = self._take(source_ids, target_ids, labels)
-        total, tokens, gradient = self._compiled_gradient(parameters_of(self.model), batch, random_bits)
+        parameters = parameters_of(self.model)
+        batch, random_bits = self._take(parameters, source_ids, target_ids, labels)
+        total, tokens, gradient = self._compiled_gradient(parameters, batch, random_bits)
         count = max(int(tokens), 1)
         names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order
         return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names})
@@ -288,16 +293,26 @@ class Trainer:
             for moment in (state.first_moment, state.second_moment)
         )
         self.optimizer = Adam(first, second, self.settings)
-        self.step, self.seed = state.step, state.seed
+        self.step, self.seed = int(state.step), int(state.seed)
 
-    def _take(self, source_ids, target_ids, labels):
+    def _take(self, parameters, source_ids, target_ids, labels):
         """Check a batch, divide it over the devices, and return it with the random bits for the dropout masks."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
-        dtype = self.model.source_embedding.embedding.dtype.name  # the model may have been cast
-        check_trainable(dtype, self.settings.mixed_bfloat16, MIXED_BFLOAT16)
+        _check_dtypes(parameters, self.settings)  # the model may have been cast
         check_accumulation(micro_batches, len(batch[0]))
         return divide(self, batch, micro_batches), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
+
+
+def _check_dtypes(parameters, settings):
+    """Raise a ValueError unless all parameters have the same dtype, and a model in this dtype can be trained."""
+    dtypes = sorted({array.dtype for array in parameters.values()}, key=str)
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"training requires parameters in one dtype: got {' and '.join(map(str, dtypes))}; cast all parameters to "
+            "float32, and set mixed_bfloat16 to compute in bfloat16"
+        )
+    check_trainable(dtypes[0].name, settings.mixed_bfloat16, MIXED_BFLOAT16)
 
 
 @as_placed
@@ -326,16 +341,22 @@ def _evaluate(structure, parameters, batch):
 
 def _gradients(structure, parameters, batch):
     """Return the loss per target token and its gradients at parameters and taps. Zeros are added at each tap."""
+    fired = set()  # names of the taps that the model calls
 
     def loss(parameters, zeros):
+        def tap(name, value):
+            fired.add(name)
+            return value + zeros[name]
+
         model = structure.build(parameters)
-        total, tokens = _loss(model, batch, model.config, lambda name, value: value + zeros[name])
+        total, tokens = _loss(model, batch, model.config, tap)
         return total / jnp.maximum(tokens, 1).astype(total.dtype)
 
     dtype = parameters["source_embedding.table"].dtype
     shapes = tap_shapes(structure.config, len(batch[0]), batch[0].shape[1], batch[1].shape[1])
     zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-    return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
+    value, (of_parameters, of_taps) = jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
+    return value, (of_parameters, {name: of_taps[name] for name in fired})
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 from transformer_jax.decoder import DecoderCache
@@ -181,6 +182,11 @@ class Decoder(Part):
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
+        if not hasattr(self.target_position, "vectors"):
+            raise ValueError(
+                "target_position must be a module that adds one vector per position: got "
+                f"{type(self.target_position).__name__}; define its method vectors(length)"
+            )
         # Copy the vectors, because a donated cache must not contain the array of a parameter.
         positions = jnp.array(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
@@ -285,9 +291,16 @@ class Transformer(Encoder, Decoder):
 
 
 def check_model(model: object) -> None:
-    """Raise a TypeError unless the model is a ``Transformer`` of this package."""
+    """Raise an error unless the model is a single ``Transformer`` of this package, and its parameters have values."""
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a transformer_jax.Transformer: got {type(model)}")
+    table = getattr(getattr(model, "source_embedding", None), "embedding", None)
+    if not isinstance(table, nnx.Variable):  # a layer of the user
+        return
+    if isinstance(table.get_raw_value(), jax.ShapeDtypeStruct):
+        raise ValueError("model must have values: got only shapes; call set_weights(model, weights) first")
+    if table.ndim == 3:
+        raise ValueError(f"model must be a single model: got an ensemble of {len(table)}; index its state to get one")
 
 
 load_transformer = Transformer.from_file

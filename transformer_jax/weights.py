@@ -12,13 +12,15 @@ import numpy as np
 from flax import nnx
 from numpy import ndarray
 
-from transformer_jax.embedding import LearnedPosition, TokenEmbedding
+from transformer_jax.embedding import LearnedPosition, TiedProjection, TokenEmbedding
 from transformer_jax.fast import FAST
 from transformer_jax.layers import LayerNorm
 from transformer_jax.runtime import check_float64, to_numpy
 from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
+# Types of variables that may remain in an exported model, because the forward pass doesn't depend on them.
+NOT_WEIGHTS = (nnx.RngState, nnx.Intermediate, nnx.Cache, nnx.metrics.MetricState)
 OWN_LAYERS = {layer.__call__ for layer in (*FAST, *FAST.values(), LayerNorm, TokenEmbedding, LearnedPosition)}
 
 
@@ -32,11 +34,13 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype, or the model has an adapter, a
+            parameter with a different shape, an untied projection, or a parameter that would get two different values.
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
     check_weights(model.config, weights, part=model.part)
     parameters = {name: parameter_of(model, name) for name in parameter_shapes(model.config, model.part)}
+    _check_replaceable(model, parameters, weights)
     for parameter in parameters.values():
         check_float64(parameter.dtype.name)
     # Round all weights first, so that an error leaves the model unchanged. JAX may alias a NumPy array permanently, so
@@ -55,8 +59,8 @@ def get_weights(model: Model) -> dict[str, ndarray]:
         model: Model to read.
 
     Raises:
-        ValueError: If a layer of this package was replaced with a different type of layer, or a trainable parameter has
-            no canonical name.
+        ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
+            variable of the forward pass has no canonical name, or the model contains only shapes.
     """
     check_layers(model, adapters=True)
     return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}
@@ -75,20 +79,14 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer, and a parameter with two canonical names.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, a trainable parameter has no canonical name, two
-            canonical names refer to the same parameter, or a tied output projection uses a different matrix.
+        ValueError: If a layer may compute with other parameters, a parameter or another variable of the forward pass
+            has no canonical name, two canonical names refer to the same parameter, a tied output projection uses a
+            different matrix, or the model contains only shapes.
     """
     adapted: set[int] = set()  # parameters of adapters
     first_names: dict[int, str] = {}
-    paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
-    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # check the projection even if it is tied
-        layer = find(model, path)
-        is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
-        if is_adapter and not adapters:
-            raise ValueError(
-                f"{path} must not be an adapter: got a {type(layer).__name__}; load the model's export_weights() into "
-                "a new model, or train the adapter with nnx.grad and nnx.Optimizer"
-            )
+    for path, layer in _layers(model):
+        is_adapter = _check_adapter(path, layer, adapters)
         if not is_adapter and type(layer).__call__ not in OWN_LAYERS:
             raise ValueError(
                 f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
@@ -102,11 +100,68 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
                 f"{name} must be an nnx.Param: got {type(found).__name__}; assign an nnx.Param, or train the other "
                 "parameters with nnx.grad and nnx.Optimizer"
             )
+        if isinstance(found.get_raw_value(), jax.ShapeDtypeStruct):
+            raise ValueError(f"{name} must have values: got only a shape; call set_weights(model, weights) first")
         if (first := first_names.setdefault(id(found), name)) != name and not adapters:
             raise ValueError(
                 f"{first} and {name} are the same parameter, but the config does not tie them; assign a copy to one of "
                 "them, or train the model with nnx.grad and nnx.Optimizer"
             )
+    _check_tie(model)
+    named = adapted | first_names.keys()
+    others = [
+        ".".join(map(str, path))
+        for path, x in nnx.iter_graph(model)
+        if isinstance(x, nnx.Variable) and not isinstance(x, NOT_WEIGHTS) and id(x) not in named
+    ]
+    if others:
+        raise ValueError(f"all parameters must have canonical names: got {some(others)}; merge or remove them")
+
+
+def check_loaded(model: Model) -> None:
+    """Raise a ValueError if a model that was loaded without initializing it has variables without values."""
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):  # faster than iter_graph
+        return
+    values = ((path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable | jax.ShapeDtypeStruct))
+    empty = [
+        ".".join(map(str, path))
+        for path, x in values
+        if isinstance(x.get_raw_value() if isinstance(x, nnx.Variable) else x, jax.ShapeDtypeStruct)
+        and not isinstance(x, nnx.RngState)
+    ]
+    if empty:
+        raise ValueError(
+            f"only canonical parameters can be loaded: got {some(empty)}; create the model with its constructor, and "
+            "then call set_weights(model, weights)"
+        )
+
+
+def _layers(model):
+    """Yield the path of each layer with parameters, and the layer. Include a tied output projection."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
+    for path in dict.fromkeys([*paths, *["output_proj"] * (model.part != "encoder")]):
+        yield path, find(model, path)
+
+
+def _check_adapter(path, layer, allowed):
+    """Return whether a layer is an adapter. Raise a ValueError if it is not allowed, or if it can't be merged."""
+    if type(layer).__call__ is not nnx.LoRALinear.__call__:
+        return False
+    if not allowed:
+        raise ValueError(
+            f"{path} must not be an adapter: got a {type(layer).__name__}; load the exported weights into a new model, "
+            "or train the adapter with nnx.grad and nnx.Optimizer"
+        )
+    if type(layer.lora).__call__ is not nnx.LoRA.__call__:
+        raise ValueError(
+            f"{path}.lora must be an nnx.LoRA: got a {type(layer.lora).__name__}; merge its update into the kernel, "
+            "and put the original layer back"
+        )
+    return True
+
+
+def _check_tie(model):
+    """Raise a ValueError if the config ties the output projection, but the projection uses a different matrix."""
     is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
     owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
     matrix = getattr(getattr(find(model, "output_proj"), "embedding", None), "embedding", None) if is_tied else None
@@ -115,13 +170,27 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
             f"output_proj must be tied to {owner}: got a projection with a different matrix; restore the tie, and copy "
             "models with nnx.clone, because jax.tree.map and jax.device_put separate tied matrices"
         )
-    named = adapted | first_names.keys()
-    leaves = nnx.iter_graph(model)
-    others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
-    if others:
-        raise ValueError(
-            f"all trainable parameters must have canonical names: got {some(others)}; merge or remove them"
-        )
+
+
+def _check_replaceable(model, parameters, weights):
+    """Raise a ValueError if the model would compute with different weights after the given weights are set."""
+    for path, layer in _layers(model):
+        _check_adapter(path, layer, allowed=False)
+    if isinstance(getattr(model, "output_proj", None), TiedProjection):
+        _check_tie(model)
+    first_names: dict[int, str] = {}
+    for name, shape in parameter_shapes(model.config, model.part).items():
+        if (found := parameters[name].shape) != shape:
+            raise ValueError(
+                f"{name} of the model must have shape {list(shape)}: got {list(found)}; set the weights of each model "
+                "before you combine the models in an ensemble"
+            )
+        first = first_names.setdefault(id(parameters[name]), name)
+        if first != name and not np.array_equal(weights[first], weights[name]):
+            raise ValueError(
+                f"{first} and {name} must have the same weights, because they are the same parameter: got different "
+                "weights; assign a copy of the parameter to one of the layers"
+            )
 
 
 def _merged(model, name):
