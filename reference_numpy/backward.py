@@ -23,7 +23,7 @@ from reference_numpy.attention import (
     scaled_dot_product_attention_backward,
     split_heads,
 )
-from reference_numpy.backward_checks import check_backward
+from reference_numpy.backward_checks import check_backward, check_seen
 from reference_numpy.backward_trace import Activations, LayerInputs, Trace
 from reference_numpy.decoder import DecoderLayer, DecoderStack
 from reference_numpy.embedding import LearnedPosition
@@ -235,18 +235,20 @@ def transformer_backward(
         target_ids: Target token IDs that the decoder read in the forward pass.
         dlogits: Gradient of the loss with respect to the logits.
         seen: Tap that was passed to the forward pass. It must be an ``Activations`` or ``LayerInputs`` object, or a
-            ``Recorder`` that stores all values, including the dropout masks.
+            ``Recorder`` that stores all values, including the dropout masks. It must return all values unchanged,
+            except the dropout masks.
         found: ``Recorder`` that is called with each name and gradient. Its return value replaces the gradient. If the
-            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. If None, all gradients are
+            ``Recorder`` doesn't store a gradient, the result omits this gradient. If None, all gradients are
             recorded.
 
     Returns:
         The gradients at the parameters and the gradients at the taps, as two dicts.
 
     Raises:
-        ValueError: If ``seen`` lacks the value of a tap, or a layer overrides only its forward pass.
+        ValueError: If ``seen`` lacks or replaced the value of a tap, or a layer overrides only its forward pass.
     """
     check_backward(model)
+    check_seen(seen)
     (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
     taps = tap_shapes(model.config, batch, source_length, target_length)
     if missing := [name for name in taps if name not in seen and not _is_left_out(seen, name)]:
@@ -270,7 +272,7 @@ def transformer_backward(
     if not tied:
         trace.note("target_embedding.table", dtarget_table)
     trace.note("source_embedding.table", dsource_table)
-    parameters = {name: found[name] for name in parameter_shapes(model.config)}
+    parameters = {name: found[name] for name in parameter_shapes(model.config) if name in found}
     return parameters, {name: found[name] for name in taps if name in found}
 
 

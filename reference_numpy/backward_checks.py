@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from numpy import ndarray
+
 from reference_numpy.attention import MultiHeadAttention, scaled_dot_product_attention
 from reference_numpy.decoder import DecoderLayer, DecoderStack
-from reference_numpy.embedding import SinusoidalPosition
+from reference_numpy.embedding import LearnedPosition, SinusoidalPosition
 from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.fast import attend
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout
 from reference_numpy.transformer import Transformer
-from reference_numpy.weights import layers
+from transformer_spec.checks import some
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import parameter_shapes
 
-# Blocks and layers whose backward pass is in ``backward``, or that have none.
-BLOCKS = (
-    Transformer,
-    EncoderStack,
-    DecoderStack,
-    EncoderLayer,
-    DecoderLayer,
-    MultiHeadAttention,
-    PositionwiseFeedForward,
-    SinusoidalPosition,
-    Dropout,
-)
+# Blocks and layers whose backward pass is in ``backward``, or that have none, keyed by attribute name. All other layers
+# define their backward pass themselves.
+BLOCKS: dict[str, tuple[type, ...]] = {
+    "encoder": (EncoderStack,),
+    "decoder": (DecoderStack,),
+    "layers": (EncoderLayer, DecoderLayer),
+    "self_attention": (MultiHeadAttention,),
+    "cross_attention": (MultiHeadAttention,),
+    "feed_forward": (PositionwiseFeedForward,),
+    "source_position": (SinusoidalPosition, LearnedPosition),
+    "target_position": (SinusoidalPosition, LearnedPosition),
+    "dropout": (Dropout,),
+}
+LAYERS = ("_proj", "_norm", "_embedding", "_position")  # endings of the attribute names of layers with parameters
+METHODS = ("__call__", "_encode", "_decode", "project")  # methods of a block that its backward pass differentiates
 REMEDY = "the backward pass cannot differentiate a different formula"
 
 
@@ -31,22 +42,71 @@ def check_backward(model: Transformer) -> None:
     """Check that the backward pass differentiates the forward pass that the model computes.
 
     Raises:
-        ValueError: If a block or its ``attend`` function was changed, a layer overrides ``__call__`` but not
-            ``backward``, or tied embeddings are different layers.
+        ValueError: If a block or its ``attend`` function was changed, a layer overrides ``__call__`` or ``vectors`` but
+            not ``backward``, or tied embeddings are different layers.
     """
-    for path, layer in layers(model).items():
-        kind, where = type(layer), path.removesuffix(".") or "the model"
-        block = next((block for block in BLOCKS if isinstance(layer, block)), None)
-        if block is not None and kind.__call__ is not block.__call__:
-            raise ValueError(f"{where} must use {block.__name__}.__call__: got {kind.__name__}.__call__; {REMEDY}")
-        if isinstance(layer, MultiHeadAttention) and layer.attend not in (scaled_dot_product_attention, attend):
-            raise ValueError(f"{where}.attend must be scaled_dot_product_attention: got a different function; {REMEDY}")
-        if _ancestor(kind, "__call__") < _ancestor(kind, "backward"):
-            raise ValueError(f"{where} must override backward if it overrides __call__: got {kind.__name__}")
+    _check_block("", model, (Transformer,))
     if model.config.tie_embeddings == "all" and model.target_embedding is not model.source_embedding:
         raise ValueError("target_embedding must be source_embedding, as in the config: got a different layer")
 
 
-def _ancestor(kind, method):
-    """Return how many classes separate a class from the ancestor that defines a method, or 0 if no class defines it."""
-    return next((i for i, ancestor in enumerate(kind.__mro__) if method in vars(ancestor)), 0)
+def _check_block(path: str, block: Any, kinds: tuple[type, ...]) -> None:
+    """Check a block of the model and the blocks and layers in it."""
+    where, got = path or "the model", type(block).__name__
+    kind = next((kind for kind in kinds if isinstance(block, kind)), None)
+    if kind is None:
+        needed = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{where} must be an instance of {needed}: got {got}; {REMEDY}")
+    for method in METHODS if kind is not LearnedPosition else ():
+        own = method in vars(block)
+        if own or getattr(type(block), method, None) is not getattr(kind, method, None):
+            found = "a function of the instance" if own else f"{got}.{method}"
+            raise ValueError(f"{where} must use {kind.__name__}.{method}: got {found}; {REMEDY}")
+    if isinstance(block, MultiHeadAttention) and block.attend not in (scaled_dot_product_attention, attend):
+        raise ValueError(f"{where}.attend must be scaled_dot_product_attention: got a different function; {REMEDY}")
+    for name, value in vars(block).items():
+        several = name == "layers"
+        for i, part in enumerate(value if several else [value]):
+            inner = f"{path}.{name}.{i}".lstrip(".") if several else f"{path}.{name}".lstrip(".")
+            if part is not None and name in BLOCKS:
+                _check_block(inner, part, BLOCKS[name])
+            if part is not None and name.endswith(LAYERS) and not isinstance(part, SinusoidalPosition):
+                _check_layer(inner, part)
+
+
+def _check_layer(path: str, layer: Any) -> None:
+    """Check that a layer doesn't change its forward pass without its backward pass."""
+    for method in ("__call__", "vectors"):
+        if _depth(layer, method) < _depth(layer, "backward"):
+            got = type(layer).__name__
+            raise ValueError(f"{path} must override backward if it overrides {method}: got {got}")
+
+
+def _depth(layer: Any, method: str) -> float:
+    """Return how many classes separate an object from the definition of a method."""
+    owners = (layer, *type(layer).__mro__) if hasattr(layer, "__dict__") else type(layer).__mro__
+    return next((i for i, owner in enumerate(owners) if method in vars(owner)), inf)
+
+
+def check_seen(seen: Mapping[str, ndarray]) -> None:
+    """Check that the forward pass used the values that it computed, except for dropout masks.
+
+    Raises:
+        ValueError: If a ``Recorder`` replaced a value.
+    """
+    replaced = [name for name in getattr(seen, "replace", ()) if not name.endswith("_keep")]
+    if replaced:
+        raise ValueError(f"seen must not replace values: got {some(replaced)}; record a call without replacements")
+
+
+def check_gradients(gradients: Mapping[str, ndarray], config: TransformerConfig) -> None:
+    """Check that every layer passed the gradients of its parameters to ``tap``.
+
+    Raises:
+        ValueError: If the gradient of a parameter is missing.
+    """
+    if missing := [name for name in parameter_shapes(config) if name not in gradients]:
+        raise ValueError(
+            f"backward must compute the gradients of all parameters: {some(missing)} missing; pass zeros to tap for a "
+            "frozen parameter"
+        )

@@ -6,6 +6,8 @@ Axes: B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -14,7 +16,8 @@ from reference_numpy.attention import KeyValueCache, KeyValues, MultiHeadAttenti
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import causal_mask
-from transformer_spec.config import TransformerConfig
+from transformer_spec.checks import Checked, check_choice, check_rows
+from transformer_spec.config import CHOICES, TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 
@@ -36,6 +39,8 @@ class DecoderLayer:
         self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
+
+    norm_order: Any = Checked(partial(check_choice, choices=CHOICES["norm_order"]))
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True) -> None:
         config = config.in_decoder
@@ -108,10 +113,12 @@ class DecoderCache:
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
+        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
+            self-attention, its entry is omitted.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
+        length: Number of target positions decoded so far.
     """
 
     memory: list[KeyValues]
@@ -119,11 +126,7 @@ class DecoderCache:
     cross_mask: Bool[ndarray, "B 1 1 S"]
     self_mask: Bool[ndarray, "R 1 1 capacity"]
     positions: Float[ndarray, "capacity d_model"]
-
-    @property
-    def length(self) -> int:
-        """Number of target positions decoded so far."""
-        return self.past[0].length
+    length: int = 0
 
     def reorder(self, rows: Int[ndarray, " R"]) -> None:
         """Replace the hypothesis in row i with the hypothesis in row ``rows[i]``.
@@ -131,8 +134,13 @@ class DecoderCache:
         Beam search uses this method to drop some hypotheses and to duplicate others.
 
         Args:
-            rows: For each row of the result, the index of the row to copy.
+            rows: For each row of the result, the index of the row to copy, which must contain a hypothesis of the same
+                source sequence.
+
+        Raises:
+            ValueError: If a row contains a hypothesis of a different source sequence.
         """
+        check_rows(rows, len(self.self_mask), len(self.cross_mask))
         self.self_mask = self.self_mask[rows]
         for past in self.past:
             past.reorder(rows)
@@ -203,8 +211,8 @@ class DecoderStack:
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
             KeyValueCache(*(np.zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype) for x in key_values))
-            for layer, key_values in zip(self.layers, projected, strict=True)
-            if layer.self_attention is not None
+            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
+            if i > 0 or layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, np.zeros((rows, 1, 1, capacity), bool), positions)
 
@@ -213,14 +221,18 @@ class DecoderStack:
     ) -> Float[ndarray, "R L d_model"]:
         """Return the decoder states of the next target positions, and append their keys and values to the cache.
 
+        The caller then increases ``cache.length``. If a step fails, the next step overwrites its keys and values.
+
         Args:
             x: One embedding for each of the next target positions.
-            cache: Cache from ``init_cache``. It is updated in place.
+            cache: Cache from ``init_cache``. Its arrays are updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
         end = cache.length + x.shape[1]
         self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]
+        for past in cache.past:
+            past.length = cache.length
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)

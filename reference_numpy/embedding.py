@@ -11,6 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import linear, linear_backward
+from transformer_spec.checks import check_positions
 from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Tap
@@ -68,6 +69,7 @@ class TokenEmbedding:
         Args:
             ids: Token IDs.
         """
+        ids = np.asarray(ids)
         return self.table[ids] * self.multiplier
 
     def backward(
@@ -146,6 +148,7 @@ class LearnedPosition:
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return the vectors that are added at the first ``length`` positions."""
+        check_positions("length", length, len(self.table) - self.offset)
         return self.table[self.offset : self.offset + length]
 
 

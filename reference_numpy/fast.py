@@ -23,7 +23,7 @@ from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.functional import UNDERFLOW, relu_backward
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.optimizer import Adam
-from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.checks import check_attention, check_attention_mask, to_array
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -48,6 +48,7 @@ def _ones(length, dtype):
 
 
 def _rows(x):
+    x = to_array("x", x)
     return x.reshape(-1, x.shape[-1])
 
 
@@ -62,7 +63,7 @@ class FastLinear(Linear):
         y = _rows(x) @ self.kernel
         if self.bias is not None:
             y += self.bias
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*np.shape(x)[:-1], y.shape[-1])
 
     def backward(
         self, x: Float[ndarray, "*axes d_in"], dy: Float[ndarray, "*axes d_out"], tap: Tap
@@ -86,7 +87,7 @@ class FastOutputProjection(OutputProjection):
         logits = _rows(x) @ self._matrix
         if self.bias is not None:
             logits += self.bias
-        return logits.reshape(*x.shape[:-1], -1)
+        return logits.reshape(*np.shape(x)[:-1], logits.shape[-1])
 
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap

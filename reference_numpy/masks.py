@@ -18,6 +18,7 @@ def padding_mask(ids: Int[ndarray, "B L"], pad_id: int) -> Bool[ndarray, "B L"]:
         ids: Token IDs, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
+    ids = np.asarray(ids)
     return ids != pad_id
 
 
@@ -30,7 +31,7 @@ def target_padding_mask(target_ids: Int[ndarray, "B T"], pad_id: int) -> Bool[nd
         target_ids: Token IDs that the decoder reads, padded with ``pad_id``.
         pad_id: ID of the padding token.
     """
-    is_first = np.arange(target_ids.shape[1]) == 0
+    is_first = np.arange(np.shape(target_ids)[1]) == 0
     return padding_mask(target_ids, pad_id) | is_first
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.runtime import check_placement
-from transformer_spec.checks import check_type
+from transformer_spec.checks import check_choice, check_integer, check_type, random_stream
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes
-from transformer_spec.parallel_plan import Plan, Shard, fsdp_axis, spread, tensor_axis
+from transformer_spec.parallel_plan import DROPOUTS, Plan, Shard, fsdp_axis, spread, tensor_axis
 from transformer_spec.shapes import Float
 
 
@@ -51,7 +51,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
-    plan = trainer.plan
+    plan = plan_of(trainer.mesh, trainer.model.config)
     places = [*itertools.product(range(plan.data), range(plan.fsdp), range(plan.tensor))]
     held = {}
     for name, shape in parameter_shapes(trainer.model.config).items():
@@ -63,7 +63,9 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
     """Yield the rows of each shard of each micro-batch, and the random generator for dropout in this shard."""
-    plan, micro_batches, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
+    check_choice("dropout", trainer.dropout, DROPOUTS)
+    entropy = random_stream(*(check_integer(name, getattr(trainer, name), minimum=0) for name in ("seed", "step")))
+    plan, micro_batches = plan_of(trainer.mesh, trainer.model.config), trainer.settings.accumulation_steps
     parts = [spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id) for ids in batch]
     rows, own = len(batch[0]) // micro_batches, parts[0].shape[2]
     generators = [

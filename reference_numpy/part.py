@@ -100,7 +100,7 @@ class Part:
         check_placement(dtype, device)
         if precision is not None:
             set_precision(precision)
-        model = cls(config, dtype, fast=fast)
+        model = cls(config, dtype=dtype, fast=fast)
         set_weights(model, weights)
         return model
 

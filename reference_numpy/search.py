@@ -15,7 +15,7 @@ from reference_numpy import fast
 from reference_numpy.functional import log_softmax, masked_softmax
 from reference_numpy.search_loop import run_search
 from reference_numpy.search_rules import apply_rules, within_pool
-from reference_numpy.transformer import Transformer
+from reference_numpy.transformer import Transformer, check_model
 from transformer_spec.checks import check_integer, check_translations, to_array
 from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
@@ -133,7 +133,13 @@ def beam_search(
         prefix_ids=prefix_ids,
     )
     return run_search(
-        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, use_cache=use_cache
+        FastBeam if getattr(model, "fast", False) else Beam,
+        model,
+        source_ids,
+        source_mask,
+        search,
+        on_step,
+        use_cache=use_cache,
     )
 
 
@@ -224,6 +230,7 @@ def score(
         ValueError: If the IDs or the mask have the wrong shape, an ID is outside the vocabulary, or a translation is
             too long.
     """
+    check_model(model)
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reference_numpy.transformer import Transformer
+from reference_numpy.transformer import Transformer, check_model
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
 
 
@@ -22,6 +22,7 @@ def run_search(
     use_cache: bool,
 ) -> SearchResult:
     """Run a search and return its result. ``kind`` is the class of the search state."""
+    check_model(model)
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
     plan = plan.to(np.asarray, partial(np.asarray, dtype=model.source_embedding.table.dtype))

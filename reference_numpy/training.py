@@ -5,21 +5,23 @@ Axes: B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.backward import transformer_backward
-from reference_numpy.backward_checks import check_backward
+from reference_numpy.backward_checks import check_backward, check_gradients
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.fast import FastAdam, by_sentence
+from reference_numpy.fast import FastAdam, FastOutputProjection, by_sentence
 from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.parallel import divide, plan_of
 from reference_numpy.runtime import to_ids
-from reference_numpy.transformer import Transformer
+from reference_numpy.transformer import Transformer, check_model
 from reference_numpy.weights import parameters
 from transformer_spec.checks import (
     check_accumulation,
@@ -120,10 +122,11 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If ``model`` is not a ``Transformer``, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a layer overrides only its forward
-            pass.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, the model's parameters don't match
+            its config, or a layer overrides only its forward pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
+    parameters(model)  # raises an error if the model has parameters without a name
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # multiplying by a Python number keeps float32
     return Gradients(
@@ -167,9 +170,8 @@ class Trainer:
         mesh: Plan | None = None,
         dropout: str = "global",
     ) -> None:
-        _check_model(model)
-        check_type("settings", settings, TrainingConfig)
-        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_model(model)
+        _check_settings(model, settings)
         if not model.source_embedding.table.any():
             raise ValueError("the model has no weights yet; call set_weights(model, init_weights(config, seed)) first")
         seed = check_integer("seed", seed, minimum=0)
@@ -178,7 +180,8 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # number of steps taken
-        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
+        self.mesh, self.dropout = mesh, dropout
+        plan_of(mesh, model.config)  # raises an error if the plan can't divide the model
         adam = FastAdam if model.fast else Adam
         check_backward(model)
         self.optimizer = adam(parameters(model), settings)
@@ -201,6 +204,7 @@ class Trainer:
                 divide the batch size, or a parameter can't be updated. No parameter is updated then.
         """
         settings, config = self.settings, self.model.config
+        _check_settings(self.model, settings)
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
         total, tokens, gradient = self._gradient(batch)
@@ -212,6 +216,10 @@ class Trainer:
         if missing := [name for name in found if name not in getattr(self.optimizer, "parameters", found)]:
             raise ValueError(f"the optimizer must update all parameters of the model: {some(missing)} missing")
         self.optimizer.parameters, self.optimizer.settings = found, settings
+        if not math.isfinite(norm):  # under np.errstate(all="raise"), raise an error before a parameter is updated
+            copy.deepcopy(self.optimizer).update(
+                gradient, scale, learning_rate, settings.bias_corrections(self.step + 1)
+            )
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1
         return StepResult(total / count, tokens, norm)
@@ -232,6 +240,7 @@ class Trainer:
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
                 divide the batch size.
         """
+        _check_settings(self.model, self.settings)
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         total, tokens, gradient = self._gradient(batch)
@@ -259,7 +268,7 @@ class Trainer:
     def export_state(self) -> TrainingState:
         """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights, and the settings.
+        All later steps depend only on this state, the weights, and the arguments of the ``Trainer``.
         """
         first = {name: array.copy() for name, array in self.optimizer.first_moment.items()}
         second = {name: array.copy() for name, array in self.optimizer.second_moment.items()}
@@ -305,15 +314,15 @@ class Trainer:
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
 
 
-def _check_model(model):
-    """Raise a TypeError unless the model is a full Transformer, from this package or from a copy of this package."""
-    if getattr(model, "part", "") is not None:
-        raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
+def _check_settings(model, settings):
+    """Raise an error unless the settings have the right type and can train the model."""
+    check_type("settings", settings, TrainingConfig)
+    check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
 
 
 def _take(model, source_ids, target_ids, labels):
     """Check and return a batch that a caller passed."""
-    _check_model(model)
+    check_model(model)
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
@@ -329,8 +338,10 @@ def _backward(model, batch, seen, found, rng=None):
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     arguments = logits, labels, model.config
-    if model.fast:
+    if model.fast and type(model.output_proj) is FastOutputProjection:  # other layers may keep the logits
         (total, tokens), dlogits = by_sentence(cross_entropy, cross_entropy_backward, *arguments)
     else:
         (total, tokens), dlogits = cross_entropy(*arguments), cross_entropy_backward(*arguments)
-    return total, tokens, *transformer_backward(model, source_ids, target_ids, dlogits, seen, found)
+    of_parameters, of_taps = transformer_backward(model, source_ids, target_ids, dlogits, seen, found)
+    check_gradients(of_parameters, model.config)
+    return total, tokens, of_parameters, of_taps

@@ -5,6 +5,8 @@ Axes: B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy import ndarray
 
@@ -13,7 +15,14 @@ from reference_numpy.functional import UNDERFLOW
 from reference_numpy.masks import causal_mask
 from reference_numpy.part import Part
 from reference_numpy.runtime import to_ids
-from transformer_spec.checks import check_capacity, check_integer, check_next_ids, check_positions, check_same_batch
+from transformer_spec.checks import (
+    check_capacity,
+    check_integer,
+    check_next_ids,
+    check_positions,
+    check_same_batch,
+    to_array,
+)
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 
@@ -208,7 +217,7 @@ class Decoder(Part):
             ValueError: If an ID is outside the vocabulary, the number of rows doesn't match the number of hypotheses,
                 or the new positions exceed the capacity of the cache.
         """
-        ids = np.asarray(target_ids)
+        ids = to_array("target_ids", target_ids)
         is_one = ids.ndim < 2
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = ids.T if is_one else ids  # [R, L]
@@ -221,6 +230,7 @@ class Decoder(Part):
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         logits = tap("logits", self.output_proj(x))
+        cache.length += ids.shape[1]
         return (logits[:, 0] if is_one else logits), cache
 
 
@@ -284,6 +294,12 @@ class Transformer(Encoder, Decoder):
         if memory is None:
             memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)
+
+
+def check_model(model: Any) -> None:
+    """Raise a TypeError unless the model is a full Transformer, from this package or from a copy of this package."""
+    if getattr(model, "part", "") is not None:
+        raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
 
 
 load_transformer = Transformer.from_file

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
+from numpy.lib.array_utils import byte_bounds
 
 from transformer_spec.checks import check_type, some
 from transformer_spec.names import PARTS, Model, check_weights, find, parameter_shapes, rounded
@@ -67,20 +68,26 @@ def parameters(model: Model) -> dict[str, ndarray]:
         if stack is not None and len(stack.layers) != depth:
             raise ValueError(f"{name}.layers must have {depth} layers, as in the config: got {len(stack.layers)}")
     found = {name: find(model, name) for name in parameter_shapes(model.config, model.part)}
-    names: dict[int, str] = {}  # keyed by address
+    names: dict[int, str] = {}  # keyed by lowest address
     for name, array in found.items():
         if not isinstance(array, ndarray):
             raise TypeError(f"{name} must be an array: got {type(array).__name__}")
-        other = names.setdefault(array.ctypes.data, name)
+        second = find(model, name)
+        if second is not array and not np.shares_memory(second, array):  # a property computes the array
+            raise ValueError(f"{name} must be stored in the model: got a new array; assign an array to an attribute")
+        other = names.setdefault(byte_bounds(array)[0], name)
         if other != name:
             raise ValueError(
                 f"{other} and {name} are the same array, but the config does not tie them; assign a copy to one of them"
             )
     named = {id(array) for array in found.values()}
-    values = ((f"{path}{key}", x) for path, layer in layers(model).items() for key, x in vars(layer).items())
-    arrays = [(name, x) for name, x in values if isinstance(x, ndarray) and x.dtype.kind == "f"]
+    values = ((f"{path}{key}", x) for path, layer in layers(model).items() for key, x in _values(layer))
+    arrays = [(name, x) for name, x in values if isinstance(x, ndarray) and _is_floating(x)]
     if others := [name for name, x in arrays if id(x) not in named and "._" not in f".{name}"]:
-        raise ValueError(f"all parameters must have canonical names: got {some(others)}; merge or remove them")
+        raise ValueError(
+            f"all parameters must have canonical names: got {some(others)}; merge or remove them, or start the names "
+            "of attributes that are not parameters with _"
+        )
     return found
 
 
@@ -95,13 +102,25 @@ def layers(model: Any) -> dict[str, Any]:
         is_part = callable(part) and hasattr(part, "__dict__") and not isinstance(part, FunctionType | type)
         if is_part and id(part) not in found:
             found[id(part)] = path, part
-            for key, value in vars(part).items():
-                several = isinstance(value, list)
-                for i, x in enumerate(value if several else [value]):
-                    visit(f"{path}{key}.{i}." if several else f"{path}{key}.", x)
+            for key, value in _values(part):
+                visit(f"{path}{key}.", value)
 
     visit("", model)
     return dict(found.values())
+
+
+def _is_floating(array: ndarray) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"  # ml_dtypes defines bfloat16 with kind V
+
+
+def _values(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each attribute of an object, and of each entry of a list, tuple, or dict in it."""
+    for key, value in vars(owner).items():
+        if type(value) in (list, tuple, dict):  # not a subclass, such as a Recorder
+            entries = value.items() if type(value) is dict else enumerate(value)
+            yield from ((f"{key}.{i}", x) for i, x in entries)
+        else:
+            yield key, value
 
 
 def check_writable(name: str, parameter: ndarray, shape: tuple[int, ...]) -> None:

@@ -222,7 +222,7 @@ def test_results_can_be_arrays_of_the_framework(port, search):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"temperature": 0.0}, ValueError, "temperature must be greater than 0: got 0.0"),
+        ({"temperature": 0.0}, ValueError, "temperature must be greater than 0 and at most 1e+30: got 0.0"),
         ({"top_p": 1.5}, ValueError, "top_p must be greater than 0 and at most 1: got 1.5"),
         ({"top_k": 0}, ValueError, "top_k must be at least 1: got 0"),
         ({"seed": None}, TypeError, "seed must be an integer: got None"),

@@ -37,6 +37,7 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    random_stream,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, parameter_shapes, rounded, tap_shapes
@@ -260,7 +261,7 @@ class Trainer:
     def export_state(self) -> TrainingState:
         """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights, and the settings.
+        All later steps depend only on this state, the weights, and the arguments of the ``Trainer``.
 
         Raises:
             ValueError: If a layer was replaced with a different type of layer, a trainable parameter has no canonical
@@ -301,7 +302,9 @@ class Trainer:
         batch = _take(self.model, source_ids, target_ids, labels)
         _check_dtypes(parameters, self.settings)  # the model may have been cast
         check_accumulation(micro_batches, len(batch[0]))
-        return divide(self, batch, micro_batches), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
+        return divide(self, batch, micro_batches), np.random.SeedSequence(
+            random_stream(self.seed, self.step)
+        ).generate_state(2)
 
 
 def _check_dtypes(parameters, settings):

@@ -144,6 +144,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
         OSError: If a file can't be read.
         ValueError: If no files are given, a file is invalid, or the files differ in config, tensor names, or dtypes.
     """
+    paths = list(paths)
     if not paths:
         raise ValueError("averaging weights requires at least one file: got none")
     config, first = load_weights(paths[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ def some(problems: Sequence[str]) -> str:
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """Raise a ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
@@ -54,6 +54,11 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
     return integer
 
 
+def check_rate(name: str, value: Any) -> int | float:
+    """Return a dropout rate as a Python number. Raise an error unless it is in [0, 1)."""
+    return check_number(name, value, "in [0, 1)", lambda rate: 0 <= rate < 1)
+
+
 def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> int | float:
     """Return a number of any type, such as a NumPy number, as a Python number.
 
@@ -77,6 +82,35 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
     if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
     return value
+
+
+def random_stream(seed: int, *indices: int) -> list[int]:
+    """Return the integers that seed one stream of random numbers, such as a sample or the dropout of a step.
+
+    NumPy divides large integers into words of 32 bits and ignores trailing zeros. Therefore, this function passes the
+    upper bits of a seed in a separate place, because 2**32 and 0 would otherwise be [0, 1] and [0, index].
+    """
+    if seed < 2**32:
+        return [seed, *indices]
+    return [seed % 2**32, *indices, *[0] * (2 - len(indices)), seed >> 32]
+
+
+class Checked:
+    """Attribute of a layer whose value is checked, even if a user assigns it after the layer was created.
+
+    Args:
+        check: Function of the name and the value that raises an error if the value is invalid.
+    """
+
+    def __init__(self, check: Callable[[str, Any], Any]) -> None:
+        self.check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        self.check(self.name, value)
+        vars(layer)[self.name] = value
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
@@ -213,6 +247,24 @@ def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
         raise ValueError(
             f"the cache must have capacity for {length + more} positions ({length} are in use): got {capacity}"
         )
+
+
+def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
+    """Check the rows that replace the hypotheses in a cache, which stores the encoder memory once per sequence.
+
+    Args:
+        rows: For each hypothesis, the index of the row that replaces it.
+        hypotheses: Number of hypotheses.
+        sequences: Number of source sequences. Hypotheses of the same sequence are in adjacent rows.
+
+    Raises:
+        ValueError: If a row belongs to a different sequence than the hypothesis that it replaces.
+    """
+    _check_shape("rows", np.shape(rows), (hypotheses,))
+    places, beam_size = np.arange(hypotheses), hypotheses // sequences
+    if moved := np.flatnonzero(np.asarray(rows) // beam_size != places // beam_size).tolist():
+        got = f"got row {np.asarray(rows)[moved[0]]} for row {moved[0]}"
+        raise ValueError(f"rows must not move hypotheses to a different sequence: {got}; create a new cache instead")
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:

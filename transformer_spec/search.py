@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from transformer_spec.checks import check_choice, check_fields, check_integer, check_number, check_positions
+from transformer_spec.checks import (
+    check_choice,
+    check_fields,
+    check_integer,
+    check_number,
+    check_positions,
+    random_stream,
+)
 from transformer_spec.config import TransformerConfig
-from transformer_spec.search_rules import LONGEST, SearchRules, check_generated
+from transformer_spec.search_rules import LONGEST, SearchRules, check_generated, prefix_rows
 from transformer_spec.shapes import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
@@ -171,11 +178,11 @@ class Search:
         for name, minimum in {"start_id": 0, "seed": 0, "top_k": 1}.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum))
-        check_number("temperature", self.temperature, "greater than 0", lambda number: number > 0.0)
+        check_number("temperature", self.temperature, "greater than 0 and at most 1e+30", lambda x: 0.0 < x <= 1e30)
         if self.top_p is not None:
             check_number("top_p", self.top_p, "greater than 0 and at most 1", lambda number: 0.0 < number <= 1.0)
         if self.prefix_ids is not None:
-            object.__setattr__(self, "prefix_ids", _prefix_rows(self.prefix_ids))
+            object.__setattr__(self, "prefix_ids", prefix_rows(self.prefix_ids))
         penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
@@ -287,7 +294,7 @@ class Search:
         if self.seed is not None:
             beam_size = num_hypotheses = self.num_hypotheses
             # Each sample of each sequence has a separate generator, so samples don't depend on the rest of the batch.
-            streams = [[self.seed, row, draw] for row in range(len(limits)) for draw in range(beam_size)]
+            streams = [random_stream(self.seed, row, draw) for row in range(len(limits)) for draw in range(beam_size)]
             draws = [np.random.default_rng(stream).random(limits.max()) for stream in streams]
             uniforms = np.reshape(draws, [len(limits), beam_size, -1])
         return SearchPlan(
@@ -341,7 +348,12 @@ class Search:
         if self.beam_size is None:
             return np.ones(longest + 1)
         lengths = np.arange(longest + 1, dtype=np.float64)
-        penalties = length_penalty(lengths, self.length_penalty, self.length_penalty_kind)
+        with np.errstate(over="ignore"):
+            penalties = length_penalty(lengths, self.length_penalty, self.length_penalty_kind)
+        if penalties[-1] > np.finfo(np.float32).max:
+            raise ValueError(
+                f"length_penalty must not overflow float32: got {self.length_penalty} for {longest} tokens"
+            )
         penalties[0] = 1.0  # no hypothesis has 0 tokens
         return penalties
 
@@ -360,17 +372,6 @@ class Search:
         if self.beam_size is None:
             return 1.0
         return float(length_penalty(length, self.length_penalty, self.length_penalty_kind))
-
-
-def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of ``prefix_ids`` [B, P] as tuples, which may have different lengths."""
-    if not hasattr(rows, "__iter__"):
-        raise TypeError(f"prefix_ids must have one row of IDs per sequence: got {rows!r}")
-    rows = [np.asarray(row) if hasattr(row, "__array__") and not hasattr(row, "tolist") else row for row in rows]
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
-    if not all(isinstance(row, list | tuple) for row in rows):
-        raise TypeError("prefix_ids must have one row of IDs per sequence: got a single row")
-    return tuple(tuple(check_integer("prefix_ids", token, minimum=0) for token in row) for row in rows)
 
 
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
@@ -394,7 +395,8 @@ def search_result(
     nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():
-        sentence = int(np.flatnonzero(~np.isfinite(best))[0])
-        raise ValueError(f"the best score of each sequence must be finite: got {best[sentence]} in row {sentence}")
+        row = int(np.flatnonzero(~np.isfinite(best))[0])
+        remedy = "; relax the rules or min_length, which may allow no token" if best[row] == -math.inf else ""
+        raise ValueError(f"the best score of each sequence must be finite: got {best[row]} in row {row}{remedy}")
     length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # padding occurs only at the end
     return SearchResult(nbest_ids[:, :, :length], nbest_scores)

@@ -173,3 +173,16 @@ SEARCH_PRESETS: dict[str, dict[str, Any]] = {
         **{"max_length_factor": 3.0, "max_length_extra": 0},
     },
 }
+
+
+def prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of ``prefix_ids`` [B, P] as tuples, which may have different lengths."""
+    if not hasattr(rows, "__iter__"):
+        raise TypeError(f"prefix_ids must have one row of IDs per sequence: got {rows!r}")
+    rows = [np.asarray(row) if hasattr(row, "__array__") and not hasattr(row, "tolist") else row for row in rows]
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    for i, row in enumerate(rows):
+        if not isinstance(row, list | tuple):
+            got = f"{type(row).__name__} in row {i}; use [] for no prefix" if i or row is None else "a single row"
+            raise TypeError(f"prefix_ids must have one row of IDs per sequence: got {got}")
+    return tuple(tuple(check_integer("prefix_ids", token, minimum=0) for token in row) for row in rows)

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
+from transformer_spec.checks import random_stream
 from transformer_spec.config import TransformerConfig
 from transformer_spec.parallel_plan import Plan, Shard, spread
 from transformer_spec.shapes import Int
@@ -141,7 +142,7 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
 def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shards micro_batches sites 2"]:
     """Return the random bits for each dropout layer of a step. On a mesh, return them for each device."""
     shape = trainer.settings.accumulation_steps, sites, 2
-    entropy = [trainer.seed, trainer.step]
+    entropy = random_stream(trainer.seed, trainer.step)
 
     def draw(entropy):
         return np.random.SeedSequence(entropy).generate_state(math.prod(shape)).reshape(shape).astype(np.int64)

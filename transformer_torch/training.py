@@ -25,6 +25,7 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    random_stream,
     some,
 )
 from transformer_spec.config import TransformerConfig
@@ -220,7 +221,7 @@ class Trainer:
         settings, config = self.settings, transformer_of(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
-        with _training(self.model, settings, self.seed, self.step, *self.shard.entropy):
+        with _training(self.model, settings, *random_stream(self.seed, self.step), *self.shard.entropy):
             loss, tokens, gradient = self._gradient(batch)
         norm = global_norm(gradient)
         if settings.clip_norm is not None:
@@ -253,7 +254,7 @@ class Trainer:
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         accumulated = [(p, p.grad) for p in self.model.parameters()]  # gradients from the caller's own backward passes
         try:
-            with _training(self.model, self.settings, self.seed, self.step, *self.shard.entropy):
+            with _training(self.model, self.settings, *random_stream(self.seed, self.step), *self.shard.entropy):
                 loss, _, _ = self._gradient(batch)
             found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
         finally:
@@ -286,7 +287,7 @@ class Trainer:
     def export_state(self) -> TrainingState:
         """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights, and the settings.
+        All later steps depend only on this state, the weights, and the arguments of the ``Trainer``.
 
         Raises:
             ValueError: If a trainable parameter has no canonical name, for example in an adapter.
