@@ -231,8 +231,8 @@ class DecoderStack:
         """
         end = cache.length + x.shape[1]
         self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]
-        for past in cache.past:
-            past.length = cache.length
+        for stored in cache.past:
+            stored.length = cache.length
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)

@@ -126,7 +126,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
             its config, or a layer overrides only its forward pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    parameters(model)  # raises an error if the model has parameters without a name
+    check_backward(model)
+    parameters(model)  # raises an error if the model's parameters don't match its config
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # multiplying by a Python number keeps float32
     return Gradients(

@@ -180,22 +180,22 @@ MISBEHAVIOUR = [
         SEED,
         "the seed is ignored",
         in_training(
-            ("model, settings, self.seed, self.step", "model, settings, 0, self.step"),
-            ("[self.seed, self.step]", "[0, self.step]"),
+            ("model, settings, *random_stream(self.seed, self.step)", "model, settings, 0, self.step"),
+            ("random_stream(self.seed, self.step)", "[0, self.step]"),
             None,
         )
-        | {"tf": [("parallel", "[trainer.seed, trainer.step]", "[0, trainer.step]")]},
+        | {"tf": [("parallel", "random_stream(trainer.seed, trainer.step)", "[0, trainer.step]")]},
     ),
     Misbehaviour(
         "the same dropout at every step",
         SEED,
         "the same dropout at every step",
         in_training(
-            ("model, settings, self.seed, self.step", "model, settings, self.seed, 0"),
-            ("[self.seed, self.step]", "[self.seed, 0]"),
+            ("model, settings, *random_stream(self.seed, self.step)", "model, settings, self.seed, 0"),
+            ("random_stream(self.seed, self.step)", "[self.seed, 0]"),
             None,
         )
-        | {"tf": [("parallel", "[trainer.seed, trainer.step]", "[trainer.seed, 0]")]},
+        | {"tf": [("parallel", "random_stream(trainer.seed, trainer.step)", "[trainer.seed, 0]")]},
     ),
     Misbehaviour(
         "dropout that goes on where it was",
@@ -206,8 +206,8 @@ MISBEHAVIOUR = [
                 ("training", "generator.manual_seed(int(np", "(int(np"),
                 ("training", "generator.set_state(state)", "pass"),
             ],
-            "jax": [("training", "[self.seed, self.step]", "np.random.randint(1 << 30)")],
-            "tf": [("parallel", "[trainer.seed, trainer.step]", "[np.random.randint(1 << 30)]")],
+            "jax": [("training", "random_stream(self.seed, self.step)", "np.random.randint(1 << 30)")],
+            "tf": [("parallel", "random_stream(trainer.seed, trainer.step)", "[np.random.randint(1 << 30)]")],
         },
     ),
     Misbehaviour(

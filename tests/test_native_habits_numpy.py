@@ -45,6 +45,7 @@ def build(dtype="float64"):
 MODEL = build()
 LOGITS = MODEL(SOURCE, TARGET)
 MEMORY = MODEL.encode(SOURCE)
+LINEAR = MODEL.encoder.layers[0].feed_forward.inner_proj
 
 
 def same(found, expected=LOGITS):
@@ -70,6 +71,13 @@ class Wrapped:
 
     def __array__(self, dtype=None, copy=None):
         return SOURCE
+
+
+class Tempered(ref.Transformer):
+    """A model with an additional argument."""
+
+    def __init__(self, config, temperature=1.0, **options):
+        super().__init__(config, **options)
 
 
 class Doubled(ref.Transformer):
@@ -173,6 +181,12 @@ def freed():
     assert reference() is None
 
 
+def averaged():
+    for name in ("a.safetensors", "b.safetensors"):
+        ref.save_weights(name, CONFIG, WEIGHTS)
+    same(ref.average_weights(np.array(["a.safetensors", "b.safetensors"]))[1][VALUE], WEIGHTS[VALUE])
+
+
 def generator(seed):
     return MODEL(SOURCE, TARGET, rng=np.random.default_rng(seed))
 
@@ -195,7 +209,21 @@ WORKS = {
     "model(**batch)": lambda: same(MODEL(**{"source_ids": SOURCE, "target_ids": TARGET})),
     "a mask as lists of bool": lambda: same(MODEL(SOURCE, TARGET, (SOURCE != 0).tolist())),
     "a mask without allowed positions": lambda: same(np.isfinite(MODEL(SOURCE, TARGET, SOURCE < 0)), True),
-    "padding_mask of lists": lambda: ref.padding_mask(SOURCE.tolist(), 0),
+    "masks of lists": lambda: [
+        same(ref.padding_mask(SOURCE.tolist(), 0), SOURCE != 0),
+        same(ref.target_padding_mask(TARGET.tolist(), 1), np.where(np.arange(3) == 0, True, TARGET != 1)),
+    ],
+    "an embedding of tuples": lambda: same(
+        MODEL.source_embedding(tuple(map(tuple, SOURCE.tolist()))), MODEL.source_embedding(SOURCE)
+    ),
+    "a layer on a list": lambda: same(LINEAR([[1.0] * 8]), LINEAR(np.ones((1, 8)))),
+    "an empty batch of vectors": lambda: same(
+        MODEL.encoder.layers[0].feed_forward(np.zeros((0, 3, 8))).shape, (0, 3, 8)
+    ),
+    "average_weights of an array of paths": averaged,
+    "a subclass with its own arguments": lambda: same(
+        Tempered.from_weights(CONFIG, WEIGHTS, "float64").export_weights()[VALUE].dtype == np.float64, True
+    ),
     "an overwritten result": lambda: [MODEL(SOURCE, TARGET).fill(0), same(MODEL(SOURCE, TARGET))],
     "attention by np.einsum": attention_by_einsum,
     "attention in float16": lambda: ref.scaled_dot_product_attention(*[HEADS.astype(np.float16)] * 3),
@@ -346,6 +374,34 @@ REFUSED = {
     "device='cuda'": (
         lambda: ref.Transformer.from_weights(CONFIG, WEIGHTS, device="cuda"),
         "device must be one of cpu",
+    ),
+    "greedy_search(source, model)": (lambda: ref.greedy_search(SOURCE, MODEL), "must be a Transformer: got ndarray"),
+    "beam_search(trainer)": (lambda: ref.beam_search(trainer(), SOURCE), "model must be a Transformer: got Trainer"),
+    "score(source, model)": (lambda: ref.score(SOURCE, MODEL, TARGET), "model must be a Transformer: got ndarray"),
+    "decode_step(masked array)": (
+        lambda: MODEL.decode_step(np.ma.array([3, 4]), MODEL.init_cache(SOURCE, 3)),
+        "target_ids must be a plain array: got a masked array",
+    ),
+    "a layer on a masked array": (lambda: LINEAR(np.ma.ones((1, 8))), "x must be a plain array: got a masked array"),
+    "a prefix of None": (
+        lambda: ref.greedy_search(MODEL, SOURCE, 5, prefix_ids=[[3], None]),
+        "got NoneType in row 1; use [] for no prefix",
+    ),
+    "temperature=1e39": (
+        lambda: ref.sample(MODEL, SOURCE, temperature=1e39),
+        "temperature must be greater than 0 and at most 1e+30: got 1e+39",
+    ),
+    "length_penalty=400": (
+        lambda: ref.beam_search(MODEL, SOURCE, length_penalty=400),
+        "length_penalty must not overflow float32: got 400 for",
+    ),
+    "rules without an allowed token": (
+        lambda: ref.greedy_search(MODEL, SOURCE, 39, 39, rules=ref.SearchRules(no_repeat_ngram_size=1)),
+        "relax the rules or min_length, which may allow no token",
+    ),
+    "too many learned positions": (
+        lambda: ref.LearnedPosition(CONFIG.replace(position_encoding="learned", max_length=5))(np.ones((1, 6, 8))),
+        "length must be at most 5 for this model: got 6",
     ),
     "a padding mask for a layer": (
         lambda: MODEL.encoder.layers[0](MEMORY, SOURCE != 0),

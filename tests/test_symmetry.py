@@ -150,10 +150,10 @@ ALLOWED = [
     ("torch", "weights", "adds definition check_tie", "a user can replace the embedding of a tied projection"),
     ("torch", "transformer", "adds definition transformer_of", "PyTorch tools wrap a model in another module"),
     (
-        "torch",
+        "jax tf",
         "decoder",
-        "lacks definition DecoderCache.length",
-        "all layers share this field, so torch.compile tracks only one length",
+        "adds definition DecoderCache.length",
+        "in NumPy and PyTorch, the length is a field, which all layers share",
     ),
     (
         "torch",
@@ -177,7 +177,8 @@ ALLOWED = [
         "the tied output uses the embedding matrix instead of a linear layer",
     ),
     ("jax", "part.Part.from_*", "adds parameter rngs", "the random state of dropout is explicit in JAX"),
-    ("jax", "transformer", "adds definition check_model", "searches, scores and training share this check"),
+    ("torch", "transformer", "lacks definition check_model", "transformer_of makes this check"),
+    ("tf", "transformer", "lacks definition check_model", "check_variables makes this check"),
     ("jax", "runtime", "adds definition as_array", "the values of a traced array can't be read"),
     ("jax", "weights", "adds definition parameter_of", "Flax names an embedding matrix differently"),
     ("jax", "weights", "adds definition check_layers", "adapters can replace layers"),
