@@ -133,7 +133,8 @@ class DecoderCache(Nested):
         Beam search uses this method to drop some hypotheses and to duplicate others.
 
         Args:
-            rows: For each row of the result, the index of the row to copy.
+            rows: For each row of the result, the index of the row to copy, which must contain a hypothesis of the same
+                source sequence.
         """
         self.self_mask = tf.gather(self.self_mask, rows)
         for past in self.past:
