@@ -142,11 +142,16 @@ UNEXPORTED = {
         f"{UNNAMED}{VALUE_PROJ}.low; {VALUE_PROJ}.high",
     ),
     **{
-        f"an adapter in a {type(added).__name__}": (
-            set_value(VALUE_PROJ, lambda model, added=added: Container(find(model, VALUE_PROJ), added)),
+        f"an adapter in {added}": (
+            set_value(VALUE_PROJ, lambda model, values=values: Container(find(model, VALUE_PROJ), values)),
             f"{UNNAMED}{VALUE_PROJ}.added.",
         )
-        for added in ({"low": np.ones(3)}, [np.ones(3)], (np.ones(3),), (ref.Linear(2, 3, bias=False),))
+        for added, values in {
+            "a dict": {"low": np.ones(3)},
+            "a list": [np.ones(3)],
+            "a tuple": (np.ones(3),),
+            "a layer": (ref.Linear(2, 3, bias=False),),
+        }.items()
     },
     "an adapter in bfloat16": (
         set_value(f"{VALUE_PROJ}.low", lambda _: np.ones(3, ml_dtypes.bfloat16)),
@@ -400,7 +405,8 @@ def test_large_seeds_have_their_own_random_numbers():
 
 
 def test_overflow_in_a_step_changes_no_parameter():
-    model = tied("float32")
+    config = tiny_config(**ONE_LAYER, tie_embeddings="none", dropout=DropoutRates())
+    model = ref.Transformer.from_weights(config, random_weights(config))
     model.decoder.layers[0].feed_forward_norm.bias[:] = 1e22
     before, trainer = model.export_weights(), ref.Trainer(model, TrainingConfig(warmup_steps=1))
     with np.errstate(over="raise"), pytest.raises(FloatingPointError):
