@@ -6,8 +6,6 @@ Axes: B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -16,8 +14,8 @@ from reference_numpy.attention import KeyValueCache, KeyValues, MultiHeadAttenti
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import causal_mask
-from transformer_spec.checks import Checked, check_choice, check_rows
-from transformer_spec.config import CHOICES, TransformerConfig
+from transformer_spec.checks import check_rows
+from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 
@@ -39,8 +37,6 @@ class DecoderLayer:
         self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
-
-    norm_order: Any = Checked(partial(check_choice, choices=CHOICES["norm_order"]))
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True) -> None:
         config = config.in_decoder

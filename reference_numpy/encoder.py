@@ -5,17 +5,13 @@ Axes: B batch, S source length.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.attention import MultiHeadAttention
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
-from transformer_spec.checks import Checked, check_choice
-from transformer_spec.config import CHOICES, TransformerConfig
+from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 from transformer_spec.taps import Tap, no_tap, within
 
@@ -35,8 +31,6 @@ class EncoderLayer:
         self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
-
-    norm_order: Any = Checked(partial(check_choice, choices=CHOICES["norm_order"]))
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.norm_order = config.norm_order

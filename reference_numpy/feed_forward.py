@@ -5,15 +5,11 @@ Axes: B batch, L length.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import ACTIVATIONS_BACKWARD
 from reference_numpy.layers import ACTIVATIONS, Dropout, Linear
-from transformer_spec.checks import Checked, check_choice
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
@@ -32,8 +28,6 @@ class PositionwiseFeedForward:
         inner: Output of the activation, before dropout.
         output: Output of the network.
     """
-
-    activation: Any = Checked(partial(check_choice, choices=ACTIVATIONS))
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         bias = config.feed_forward_bias

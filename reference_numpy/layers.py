@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 from numpy import ndarray
 
@@ -19,8 +16,8 @@ from reference_numpy.functional import (
     masked_softmax,
 )
 from reference_numpy.runtime import check_rng
-from transformer_spec.checks import Checked, check_choice, check_rate
-from transformer_spec.config import CHOICES, TransformerConfig
+from transformer_spec.checks import check_number
+from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
 
@@ -73,8 +70,6 @@ class LayerNorm:
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
-    kind: Any = Checked(partial(check_choice, choices=CHOICES["layer_norm_kind"]))
-
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.epsilon = config.layer_norm_epsilon
         self.kind = config.layer_norm_kind
@@ -115,10 +110,8 @@ class Dropout:
         {name}_keep: True for elements that are kept. This tap fires only in training.
     """
 
-    rate: Any = Checked(check_rate)
-
     def __init__(self, rate: float) -> None:
-        self.rate = check_rate("rate", rate)
+        self.rate = check_number("rate", rate, "in [0, 1)", lambda x: 0 <= x < 1)
 
     def __call__(
         self,

@@ -348,21 +348,6 @@ def test_backward_pass_rejects_replaced_values_and_omits_gradients():
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("dropout.rate", 10, "rate must be in [0, 1): got 10"),
-        ("encoder.layers.0.norm_order", "Post", "norm_order must be one of post, pre: got 'Post'"),
-        ("decoder.layers.0.norm_order", "Pre", "norm_order must be one of post, pre: got 'Pre'"),
-        ("encoder.layers.0.feed_forward_norm.kind", "rms", "kind must be one of standard, annotated: got 'rms'"),
-        (f"{FEED_FORWARD}.activation", "tanh", "activation must be one of relu, gelu, gelu_tanh, swish: got 'tanh'"),
-    ],
-)
-def test_invalid_attribute_of_a_layer_is_rejected(path, value, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        replace(tied(), path, value)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("settings", {"warmup_steps": 3}, "settings must be a TrainingConfig: got dict; write TrainingConfig("),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ def some(problems: Sequence[str]) -> str:
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise a ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
@@ -52,11 +52,6 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
     if maximum is not None and integer > maximum:
         raise ValueError(f"{name} must be at most {maximum:,}: got {integer:,}")
     return integer
-
-
-def check_rate(name: str, value: Any) -> int | float:
-    """Return a dropout rate as a Python number. Raise an error unless it is in [0, 1)."""
-    return check_number(name, value, "in [0, 1)", lambda rate: 0 <= rate < 1)
 
 
 def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> int | float:
@@ -93,24 +88,6 @@ def random_stream(seed: int, *indices: int) -> list[int]:
     if seed < 2**32:
         return [seed, *indices]
     return [seed % 2**32, *indices, *[0] * (2 - len(indices)), seed >> 32]
-
-
-class Checked:
-    """Attribute of a layer whose value is checked, even if a user assigns it after the layer was created.
-
-    Args:
-        check: Function of the name and the value that raises an error if the value is invalid.
-    """
-
-    def __init__(self, check: Callable[[str, Any], Any]) -> None:
-        self.check = check
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        self.check(self.name, value)
-        vars(layer)[self.name] = value
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
