@@ -37,7 +37,7 @@ TRUST = "{step}\nof_theta, of_step = ((x * x).sum() ** 0.5 for x in (theta, step
 MATRICES = "(theta.ndim > 1)"
 NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first parameter that isn't a matrix
 EXPORTED = "        return get_weights(self)\n"
-KEPT = "self.model.shown = None\n        self.model.shown = self.model.export_weights()\n        "
+KEPT = "self.model._shown = None\n        self.model._shown = self.model.export_weights()\n        "
 UPDATED = {
     "numpy": "self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))",
     "torch": "self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model), self.step)",
@@ -154,7 +154,7 @@ ENTRIES: dict[str, Table] = {
                 instead(
                     "part",
                     EXPORTED,
-                    **dict.fromkeys(UPDATED, EXPORTED.replace("return", "return self.__dict__.get('shown') or")),
+                    **dict.fromkeys(UPDATED, EXPORTED.replace("return", "return self.__dict__.get('_shown') or")),
                 ),
                 instead("training", UPDATED, **{port: f"{KEPT}{call}" for port, call in UPDATED.items()}),
             ),

@@ -181,7 +181,7 @@ CATALOG = [
                 # JAX and TensorFlow aren't included because the bug would raise an error about the shape of the mask.
                 "cache of a different layer": but(
                     {
-                        "numpy": [("decoder", PASTS, OTHERS)],
+                        "numpy": [("decoder", PASTS, OTHERS), ("transformer", "cache.length += ids.shape[1]", "pass")],
                         "torch": [  # in PyTorch, the caches of all layers have the same length
                             ("decoder", PASTS, OTHERS),
                             ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
