@@ -351,9 +351,7 @@ class Search:
         with np.errstate(over="ignore"):
             penalties = length_penalty(lengths, self.length_penalty, self.length_penalty_kind)
         if penalties[-1] > np.finfo(np.float32).max:
-            raise ValueError(
-                f"length_penalty must not overflow float32: got {self.length_penalty} for {longest} tokens"
-            )
+            raise ValueError(f"length_penalty must not overflow: got {self.length_penalty} for {longest} tokens")
         penalties[0] = 1.0  # no hypothesis has 0 tokens
         return penalties
 
