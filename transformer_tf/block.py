@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -19,13 +19,16 @@ _LOADING: ContextVar[bool] = ContextVar("loading", default=False)
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """Within this context, create parameters as zeros, because weights are loaded afterwards."""
+def loading() -> Iterator[keras.StatelessScope]:
+    """Within this context, create parameters as zeros, because weights are loaded afterwards.
+
+    Keras creates the variables when the context ends. The yielded scope contains values that were assigned to them.
+    """
     before = _LOADING.set(True)
     try:
         # The scope creates variables when it exits. Creating them in each layer's name scope would take 4x longer.
-        with keras.StatelessScope():
-            yield
+        with keras.StatelessScope() as scope:
+            yield scope
     finally:
         _LOADING.reset(before)
 
@@ -33,6 +36,44 @@ def loading() -> Iterator[None]:
 def initial(initializer: Any) -> Any:
     """Return the initializer of a parameter, or zeros in a ``loading`` context."""
     return "zeros" if _LOADING.get() else initializer
+
+
+def seed_states(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the state of each random generator in a layer and its inner layers, such as dropout and noise."""
+    return [generator.state for inner in layer._flatten_layers() for generator in inner._seed_generators]
+
+
+@contextmanager
+def seeded(layer: keras.layers.Layer, seeds: Iterable[Any]) -> Iterator[keras.StatelessScope]:
+    """Within this context, random generators start from the given seeds, and no variable changes.
+
+    Args:
+        layer: Layer that is called within the context.
+        seeds: Values of the random generators' states.
+
+    Raises:
+        ValueError: If the layer assigned a value to a variable, or added a loss.
+    """
+    states = seed_states(layer)
+    with keras.StatelessScope(zip(states, seeds, strict=True), collect_losses=True) as scope:
+        yield scope
+    check_losses(scope.losses)
+    of_generators = set(map(id, states))
+    for variable in layer.variables:
+        if id(variable) not in of_generators and scope.get_current_value(variable) is not None:
+            raise ValueError(
+                f"{variable.path} changes when the model is called, and a Trainer does not store the change; freeze "
+                "its layer, or train with compile and fit instead"
+            )
+
+
+def check_losses(losses: Sequence[Any]) -> None:
+    """Raise a ValueError if a layer added a loss, because ``Trainer`` and ``gradients`` use only the cross-entropy."""
+    if losses:
+        raise ValueError(
+            "the model adds a loss (add_loss or activity_regularizer) to the cross-entropy; remove the loss, or train "
+            "with compile and fit instead"
+        )
 
 
 def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None) -> Any:
@@ -68,6 +109,8 @@ class Configured:
 
     _signature: ClassVar[inspect.Signature]  # signature of the constructor
     _given: dict[str, Any]
+    # Arguments of the constructor, or fields of its config, keyed by the attribute that stores the current value.
+    _attributes: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the class with Keras under its package and name."""
@@ -79,7 +122,7 @@ class Configured:
         """Store the arguments. Keras itself stores them only if they are basic types, such as numbers.
 
         Raises:
-            TypeError: If the config is not a ``TransformerConfig``.
+            TypeError: If the config is not a ``TransformerConfig``, or the dtype is a ``DTypePolicyMap``.
             RuntimeError: If the Keras backend is not TensorFlow.
         """
         if keras.backend.backend() != "tensorflow":
@@ -88,6 +131,8 @@ class Configured:
         given = cls._signature.bind(layer, *args, **kwargs).arguments
         if "config" in given:
             check_type("config", given["config"], TransformerConfig)
+            if isinstance(given.get("dtype", keras.config.dtype_policy()), keras.dtype_policies.DTypePolicyMap):
+                raise TypeError("dtype must be one policy for all layers: got a DTypePolicyMap; pass its default policy")
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # bypass setattr, so that Keras doesn't save it
         return layer
@@ -101,10 +146,11 @@ class Configured:
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments for ``from_config``, which Keras saves with the weights."""
+        changed = {argument: getattr(self, attribute) for attribute, argument in self._attributes.items()}
         given = {
-            name: value.to_dict()
+            name: value.replace(**changed).to_dict()
             if isinstance(value, TransformerConfig)
-            else keras.saving.serialize_keras_object(value)
+            else keras.saving.serialize_keras_object(changed.get(name, value))
             for name, value in self._given.items()
         }
         return {**given, **keras.layers.Layer.get_config(self)}
@@ -152,11 +198,16 @@ class Block(Configured, keras.layers.Layer):
         """
         # In the call and in the recomputation, dropout uses the current state of its generator. With Keras' RematScope,
         # the masks would differ.
-        dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]
-        seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
+        states = seed_states(self)
+        seeds, later = [state.value for state in states], []
 
         def call(*inputs: Tensor) -> Tensor:
-            with keras.StatelessScope(seeds):
-                return self(*inputs, **options)
+            with seeded(self, seeds) as scope:
+                outputs = self(*inputs, **options)
+            later[:] = map(scope.get_current_value, states)
+            return outputs
 
-        return tf.recompute_grad(call)(*inputs)
+        outputs = tf.recompute_grad(call)(*inputs)
+        for state, seed in zip(states, later, strict=True):
+            state.assign(seed)
+        return outputs

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
+import keras
 import numpy as np
 import tensorflow as tf
 from numpy import ndarray
@@ -35,6 +36,14 @@ def check_call(name: str, model: Any) -> None:
     check_type("model", model, Transformer)
     if not tf.executing_eagerly():
         raise RuntimeError(f"{name} must be called outside of tf.function")
+
+
+def check_scope(name: str) -> None:
+    """Raise a RuntimeError in a ``keras.StatelessScope``, whose values neither a trace nor the optimizer reads."""
+    if keras.src.backend.in_stateless_scope():
+        raise RuntimeError(
+            f"{name} must be called outside of keras.StatelessScope; assign the values to the model's variables instead"
+        )
 
 
 def padded(
@@ -65,7 +74,8 @@ def call_traced(
     """
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        if compiles_quickly() or not model.fast:
+        # In a StatelessScope, a trace would store the values of the scope, or ignore them.
+        if compiles_quickly() or not model.fast or keras.src.backend.in_stateless_scope():
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
         # The types distinguish greedy search, sampling, and beam search.
@@ -92,12 +102,14 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
 
     Raises:
         ValueError: If the model's trainable variables have changed since the trainer was created.
+        RuntimeError: If the function is called in a ``keras.StatelessScope``.
     """
+    check_scope("a Trainer")
     check_variables(trainer.model, trainer._variables)
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
     trained = (name for name, variable in trainer._variables.items() if variable.trainable)
-    key = function.__name__, trainer.settings, *trained, *_layer_keys(trainer.model)
+    key = function.__name__, trainer.settings, trainer.model.trainable, *trained, *_layer_keys(trainer.model)
     if key not in trainer._traced:
         trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
     return trainer._traced[key](part, *numbers)

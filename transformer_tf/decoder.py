@@ -110,7 +110,8 @@ class DecoderCache(Nested):
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
+        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
+            self-attention, its entry is omitted.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
@@ -215,8 +216,8 @@ class DecoderStack(Block):
         rows, capacity = keras.ops.shape(memory)[0] * beam_size, keras.ops.shape(positions)[0]
         past = [
             KeyValueCache(*(tf.zeros([rows, x.shape[1], capacity, x.shape[3]], x.dtype) for x in key_values))
-            for layer, key_values in zip(self.layers, projected, strict=True)
-            if layer.self_attention is not None
+            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
+            if i > 0 or layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, tf.zeros([rows, 1, 1, capacity], tf.bool), positions)
 

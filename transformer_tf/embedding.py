@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
+from transformer_spec.checks import check_positions
 from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_tf.block import Block, initial
@@ -134,6 +135,8 @@ class LearnedPosition(Block):
 
     def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
         """Return the vectors that are added at the first ``length`` positions."""
+        if not tf.is_tensor(length):
+            check_positions("length", length, self.table.input_dim - self.offset)
         return self.table(tf.range(self.offset, self.offset + length))
 
 

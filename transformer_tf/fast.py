@@ -59,6 +59,8 @@ def _attend_in_blocks(query, key, value, mask):
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
+    if mask is not None and mask.shape[2] is None:  # traced for all lengths, one of which may broadcast
+        mask = tf.broadcast_to(mask, [*tf.unstack(tf.shape(mask)[:2]), length, tf.shape(mask)[3]])
     if mask is not None and mask.shape[2] > 1:
         mask = tf.pad(mask, padding)
 

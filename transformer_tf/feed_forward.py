@@ -5,7 +5,7 @@ Axes: B batch, L length.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 from tensorflow import Tensor
@@ -31,6 +31,8 @@ class PositionwiseFeedForward(Block):
         inner: Output of the activation, before dropout.
         output: Output of the network.
     """
+
+    _attributes: ClassVar[dict[str, str]] = {"activation": "activation"}
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -102,6 +102,8 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
+    _attributes: ClassVar[dict[str, str]] = {"epsilon": "layer_norm_epsilon"}
+
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(epsilon=config.layer_norm_epsilon, dtype=dtype, **kwargs)
         self.kind = config.layer_norm_kind
@@ -123,6 +125,8 @@ class Dropout(Configured, keras.layers.Dropout):
 
     The constructor takes the same arguments as ``keras.layers.Dropout``.
     """
+
+    _attributes: ClassVar[dict[str, str]] = {"rate": "rate"}
 
     def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
         """Return ``x`` unchanged in inference, or with dropout applied in training.

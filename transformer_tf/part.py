@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +53,21 @@ class Part(Configured, keras.Model):
     """
 
     part: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check that a subclass of ``Transformer`` can be called with both IDs.
+
+        Raises:
+            TypeError: If ``call`` has different parameters.
+        """
+        super().__init_subclass__(**kwargs)
+        signature = inspect.signature(cls.call)
+        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in signature.parameters.values())
+        if cls.part is None and not takes_any and not {"source_ids", "target_ids"} <= signature.parameters.keys():
+            raise TypeError(
+                f"{cls.__name__}.call must have the parameters source_ids and target_ids: got {signature}; use the "
+                "parameters of Transformer.call"
+            )
 
     def __init__(
         self, config: TransformerConfig, dtype: str | None = None, *, fast: bool = True, **kwargs: Any
@@ -118,8 +134,11 @@ class Part(Configured, keras.Model):
         policy, device = to_policy(dtype), to_device(device)
         if precision is not None:
             set_precision(precision)
-        with placed(device), loading():
+        with placed(device), loading() as scope:
             model = cls(config, dtype=policy, fast=fast)
+        for variable in model.variables:
+            if (value := scope.get_current_value(variable)) is not None:  # a subclass assigned it in its constructor
+                variable.assign(value)
         model.device = device
         set_weights(model, weights)
         return model
@@ -128,14 +147,19 @@ class Part(Configured, keras.Model):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the model. IDs may be lists, and Keras may pass all inputs in one list, tuple, or dict."""
         options = {name: value for name, value in options.items() if value is not None}
-        if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
+        if len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
             inputs = args[0]
             return self(**inputs, **options) if isinstance(inputs, Mapping) else self(*inputs, **options)
         if self.part is not None:
             args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
         elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
             args, options = (), self._take_both(*args, **options)  # Keras extends messages of errors in `call`
-        return super().__call__(*args, **options)
+        outputs = super().__call__(*args, **options)
+        if self.part == "encoder" and keras.backend.is_keras_tensor(outputs):
+            given = {**dict(zip(("source_ids", "source_mask"), args, strict=False)), **options}
+            if "source_mask" in given:  # Keras passes only the IDs to `compute_mask`
+                outputs._keras_mask = given["source_mask"]
+        return outputs
 
     @classmethod
     def from_file(

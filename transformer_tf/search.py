@@ -301,8 +301,8 @@ class Sample(Greedy):
     def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
         """Sort the tokens of each row by probability, and return the token at a random quantile."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
-        is_in = tf.range(values.shape[1]) < plan.top_k
-        probs = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
+        temperature = tf.maximum(tf.cast(plan.temperature, values.dtype), 1e-30)  # smaller divisors overflow
+        probs = tf.nn.softmax(tf.where(tf.range(values.shape[1]) < plan.top_k, values / temperature, -inf))
         probs = tf.where(tf.cumsum(probs, -1) - probs < tf.cast(plan.top_p, probs.dtype), probs, 0.0)
         sums = tf.cumsum(probs, -1)
         drawn = tf.reshape(tf.gather(plan.uniforms, n - 1, axis=2), [-1, 1]) * sums[:, -1:]  # [R, 1]

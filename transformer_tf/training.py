@@ -31,9 +31,9 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_tf.compilation import call_on_devices, check_call
+from transformer_tf.block import check_losses, seed_states, seeded
+from transformer_tf.compilation import call_on_devices, check_call, check_scope
 from transformer_tf.fast import FastAdam
-from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
 from transformer_tf.parallel import check_copies, plan_of, random_bits, spread_rows, summed
 from transformer_tf.runtime import as_placed, placed, to_ids
@@ -140,9 +140,10 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         RuntimeError: If the function is called in a ``tf.function``.
     """
     check_call("gradients", model)
+    check_scope("gradients")
     batch = _take(model, source_ids, target_ids, labels)
     named, seen = variables(model), Recorder()
-    trained = _trained(named)
+    trained = _trained(model, named)
 
     def tap(name, value):
         tape.watch(value)  # otherwise, taps after frozen layers have no gradient
@@ -151,6 +152,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     # Tracing a tf.function would take longer than one eager call.
     with placed(model.device), tf.GradientTape() as tape:
         total, tokens = _loss(model, batch, model.config, tap)
+        check_losses(model.losses)
         loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)
     of_parameters, of_taps = _differentiate(tape, loss, (trained, dict(seen)))
     return Gradients(
@@ -209,14 +211,12 @@ class Trainer:
             )
         self.has_checked_batches = False
         self._compile = compile
-        layers = model._flatten_layers()  # Keras' public ``layers`` aren't recursive
-        self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)
         if mesh is not None:
             model.device = None  # each device uses its own copy
         adam = FastAdam if model.fast or mesh is not None else Adam  # only FastAdam supports a mesh
         self.optimizer = adam(parameters(model), settings)
-        self.start(_trained(self._variables))
+        self.start(_trained(model, self._variables))
         check_copies(self)
         self._traced: dict[tuple[Any, ...], Any] = {}  # keys: function, settings, trained parameters, layers
 
@@ -249,7 +249,7 @@ class Trainer:
         batch = _take(self.model, source_ids, target_ids, labels)
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
-        self.start(_trained(self._variables))
+        self.start(_trained(self.model, self._variables))
         self.optimizer.settings = settings  # a caller may have replaced the settings
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
@@ -308,7 +308,7 @@ class Trainer:
         """Return the rows of a batch and the random bits for its dropout. On a mesh, their first axis is the device."""
         micro_batches = self.settings.accumulation_steps
         check_accumulation(micro_batches, batch[0].shape[0])
-        return spread_rows(self, batch, micro_batches), tf.constant(random_bits(self, len(self._seeds)))
+        return spread_rows(self, batch, micro_batches), tf.constant(random_bits(self, len(seed_states(self.model))))
 
     def _step(self, batch, random_bits, numbers):
         """Take one step on a batch. Return the loss, the number of tokens, and the norm of the gradient."""
@@ -325,7 +325,7 @@ class Trainer:
         micro_batches = self.settings.accumulation_steps
         if micro_batches == 1:
             return summed(self, self._gradient_of_micro_batch(batch, random_bits[0]))
-        zeros = {name: tf.zeros_like(parameter) for name, parameter in _trained(self._variables).items()}
+        zeros = {name: tf.zeros_like(parameter) for name, parameter in _trained(self.model, self._variables).items()}
         found = tf.foldl(
             lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_micro_batch(*part)),
             (tuple(tf.reshape(ids, [micro_batches, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
@@ -336,12 +336,12 @@ class Trainer:
 
     def _gradient_of_micro_batch(self, batch, random_bits):
         model = self.model
-        # In this scope, dropout uses the given bits and doesn't change the model's own generators.
-        dropout = keras.StatelessScope(zip(self._seeds, tf.unstack(random_bits), strict=True))
+        # In this context, dropout uses the given bits and doesn't change the model's own generators.
+        dropout = seeded(model, tf.unstack(random_bits))
         with _training(model, self.settings):  # includes the backward pass, which may recompute layers
             with tf.GradientTape() as tape, dropout:
                 total, tokens = _loss(model, batch, model.config, training=True)
-            return total, tokens, _differentiate(tape, total, _trained(self._variables))
+            return total, tokens, _differentiate(tape, total, _trained(model, self._variables))
 
     def _evaluation(self, batch):
         return summed(self, _loss(self.model, batch, self.model.config.replace(label_smoothing=0.0)))
@@ -365,9 +365,9 @@ def _loss(model, batch, config, tap=no_tap, training=False):
     return cross_entropy(model(source_ids, target_ids, tap=tap, training=training), labels, config)
 
 
-def _trained(named):
+def _trained(model, named):
     """Return the trainable TensorFlow variables. Raise a ValueError for regularizers and constraints."""
-    trained = {name: variable for name, variable in named.items() if variable.trainable}
+    trained = {name: variable for name, variable in named.items() if variable.trainable and model.trainable}
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
             if getattr(variable, kind) is not None:
