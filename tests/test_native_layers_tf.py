@@ -189,7 +189,7 @@ def test_attention_follows_the_mask_of_its_memory(port):
     )
 
 
-@pytest.mark.parametrize("form", ["eager", "functional", "source_mask"])
+@pytest.mark.parametrize("form", ["eager", "functional", "source_mask", "functional source_mask"])
 def test_pooling_after_an_encoder_ignores_padding(port, form):
     import keras
 
@@ -199,6 +199,10 @@ def test_pooling_after_an_encoder_ignores_padding(port, form):
     if form == "functional":
         ids = keras.Input((None,), dtype="int32")
         found = keras.Model(ids, pool(encoder(ids)))(np.array([[5, 6, 0, 0]]))
+    elif form == "functional source_mask":
+        inputs = [keras.Input((None,), dtype="int32"), keras.Input((None,), dtype="bool")]
+        model = keras.Model(inputs, pool(encoder(*inputs)))
+        found = model([np.array([[5, 6, 7, 8]]), np.array([[True, True, False, False]])])
     elif form == "eager":
         found = pool(encoder(np.array([[5, 6, 0, 0]])))
     else:

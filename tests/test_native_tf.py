@@ -480,6 +480,11 @@ def test_recomputed_layers_restore_only_dropout_seeds(port, monkeypatch):
     layer = port.package.EncoderLayer(CONFIG.replace(dropout={"residual": 0.5}))
     layer.feed_forward.trainable = False
     scope, kept = keras.StatelessScope, []
-    monkeypatch.setattr(keras, "StatelessScope", lambda state: kept.extend(state) or scope(state))
+
+    def recorded(state, **options):
+        kept.extend(state)
+        return scope(kept, **options)
+
+    monkeypatch.setattr(keras, "StatelessScope", recorded)
     layer.recomputed(np.ones((2, 4, 24), "float32"), mask=None, training=True)
     assert [variable.path for variable, _ in kept] == [layer.dropout.seed_generator.state.path]
