@@ -57,6 +57,7 @@ ALLOWED = [
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
     ("tf", "part", "adds definition Part.__call__", KERAS),
+    ("tf", "part", "adds definition Part.__init_subclass__", "Keras models usually have a different signature"),
     ("tf", "part", "adds definition Part.load_own_variables", KERAS),
     ("tf", "transformer.*code", "adds parameter training", MODES),
     ("tf", "attention.MultiHeadAttention.__call__", "adds parameter training", MODES),

@@ -52,19 +52,19 @@ def seeded(layer: keras.layers.Layer, seeds: Iterable[Any]) -> Iterator[keras.St
         seeds: Values of the random generators' states.
 
     Raises:
-        ValueError: If the layer assigned a value to a variable, or added a loss.
+        ValueError: If the layer assigned a value to any other variable, or added a loss.
     """
     states = seed_states(layer)
     with keras.StatelessScope(zip(states, seeds, strict=True), collect_losses=True) as scope:
         yield scope
     check_losses(scope.losses)
-    of_generators = set(map(id, states))
-    for variable in layer.variables:
-        if id(variable) not in of_generators and scope.get_current_value(variable) is not None:
-            raise ValueError(
-                f"{variable.path} changes when the model is called, and a Trainer does not store the change; freeze "
-                "its layer, or train with compile and fit instead"
-            )
+    if changed := scope.state_mapping.keys() - set(map(id, states)):
+        paths = [variable.path for variable in layer.variables if id(variable) in changed]
+        raise ValueError(
+            f"{paths[0] if paths else 'the global random generator'} changes when the model is called, and a Trainer "
+            "does not store the change; freeze its layer, pass a keras.random.SeedGenerator that is an attribute of "
+            "the layer, or train with compile and fit instead"
+        )
 
 
 def check_losses(losses: Sequence[Any]) -> None:
@@ -132,7 +132,9 @@ class Configured:
         if "config" in given:
             check_type("config", given["config"], TransformerConfig)
             if isinstance(given.get("dtype", keras.config.dtype_policy()), keras.dtype_policies.DTypePolicyMap):
-                raise TypeError("dtype must be one policy for all layers: got a DTypePolicyMap; pass its default policy")
+                raise TypeError(
+                    "dtype must be one policy for all layers: got a DTypePolicyMap; pass its default policy instead"
+                )
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # bypass setattr, so that Keras doesn't save it
         return layer

@@ -91,7 +91,7 @@ NOT_AS_A_WHOLE = changed(
 CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
 
 MICRO_BATCH = "total, _ = self._loss(self.shard.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
-DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
+DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(model, self._variables))"
 
 # NumPy computes new gradients in every step, so the edit must store the gradients of the previous step explicitly.
 LEFT_OVER = """before = getattr(self, "left_over", {})
