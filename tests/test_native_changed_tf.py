@@ -36,6 +36,8 @@ def changing(kind):
     import keras
 
     class Unseeded(keras.layers.Layer):
+        supports_masking = True
+
         def call(self, x, training=False):
             return x + keras.random.normal(keras.ops.shape(x), dtype=x.dtype) if self.trainable else x
 

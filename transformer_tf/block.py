@@ -201,7 +201,8 @@ class Block(Configured, keras.layers.Layer):
         # In the call and in the recomputation, dropout uses the current state of its generator. With Keras' RematScope,
         # the masks would differ.
         states = seed_states(self)
-        seeds, later = [state.value for state in states], []
+        seeds = [state.value for state in states]
+        later: list[Any] = []
 
         def call(*inputs: Tensor) -> Tensor:
             with seeded(self, seeds) as scope:
