@@ -135,9 +135,9 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a trainable parameter has no
-            canonical name.
-        RuntimeError: If the function is called in a ``tf.function``.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, a trainable parameter has no
+            canonical name, or a layer adds a loss.
+        RuntimeError: If the function is called in a ``tf.function`` or a ``keras.StatelessScope``.
     """
     check_call("gradients", model)
     check_scope("gradients")
@@ -242,7 +242,8 @@ class Trainer:
         Raises:
             TypeError: If the IDs are not integers.
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, or the model's trainable variables have changed.
+                divide the batch size, the model's trainable variables have changed, or a layer adds a loss or changes
+                a variable in each call.
         """
         check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
