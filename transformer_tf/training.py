@@ -242,8 +242,7 @@ class Trainer:
         Raises:
             TypeError: If the IDs are not integers.
             ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, the model's trainable variables have changed, or a layer adds a loss or changes
-                a variable in each call.
+                divide the batch size, the trainable variables changed, or a layer adds a loss or updates a variable.
         """
         check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
