@@ -69,6 +69,8 @@ def cross_entropy(
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
     log_probabilities = log_softmax(logits)  # [B, T, V]
+    if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
+        log_probabilities = np.where(np.arange(config.target_vocab_size) == config.pad_id, 0.0, log_probabilities)
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing
     spread = log_probabilities.sum(-1)  # [B, T]
@@ -77,7 +79,6 @@ def cross_entropy(
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id

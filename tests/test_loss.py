@@ -171,6 +171,18 @@ def test_cross_entropy_matches_the_formula_of_the_paper(backend, kind, smoothing
     assert float(narrow) == pytest.approx(expected[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("masked", [-1e9, -math.inf])
+def test_loss_excludes_a_masked_padding_logit(backend, masked):
+    """Padding is never generated, so models mask its logit."""
+    config = loss_config("off_target_and_pad")
+    logits = np.random.default_rng(0).normal(0.0, 3.0, (3, 3, 5)).astype("float32")
+    losses = []
+    for logits[..., config.pad_id] in (-1e3, masked):
+        total, _ = backend.package.cross_entropy(*map(backend.from_numpy, (logits, LABELS)), config)
+        losses.append(float(total))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_cross_entropy_of_extreme_logits_is_accurate(backend, kind, dtype):

@@ -76,6 +76,9 @@ def cross_entropy(
     check_logits(tuple(logits.shape), tuple(labels.shape), config.target_vocab_size)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
+    if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
+        is_padding = tf.range(config.target_vocab_size) == config.pad_id
+        log_probabilities = tf.where(is_padding, tf.zeros_like(log_probabilities), log_probabilities)
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
     # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
@@ -86,7 +89,6 @@ def cross_entropy(
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id

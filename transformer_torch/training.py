@@ -75,10 +75,10 @@ def cross_entropy(
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
-    summed = log_probabilities
-    if config.label_smoothing_kind == "off_target_and_pad":  # exclude padding, whose log-probability may be -inf
-        summed = summed.masked_fill(torch.arange(summed.shape[-1], device=summed.device) == config.pad_id, 0.0)
-    spread = summed.sum(-1)  # [B, T]
+    if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
+        is_padding = torch.arange(config.target_vocab_size, device=logits.device) == config.pad_id
+        log_probabilities = log_probabilities.masked_fill(is_padding, 0.0)
+    spread = log_probabilities.sum(-1)  # [B, T]
     right = log_probabilities.gather(-1, labels[..., None])[..., 0]  # [B, T]
     smoothing = config.label_smoothing
     classes = config.target_vocab_size
