@@ -19,6 +19,7 @@ MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
+COUNTED = "cache.length += 0 if self.decoder.layers[0].self_attention is None else ids.shape[1]"
 OTHER = "decode/other_decoder_greedy"  # case whose first decoder layer has no self-attention
 # With some bugs, the values of these backends depend on the length to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
@@ -181,7 +182,10 @@ CATALOG = [
                 # JAX and TensorFlow aren't included because the bug would raise an error about the shape of the mask.
                 "cache of a different layer": but(
                     {
-                        "numpy": [("decoder", PASTS, OTHERS), ("transformer", "cache.length += ids.shape[1]", "pass")],
+                        "numpy": [  # the length is counted in the cache of layer 0, which may not have self-attention
+                            ("decoder", PASTS, OTHERS),
+                            ("transformer", "cache.length += ids.shape[1]", COUNTED),
+                        ],
                         "torch": [  # in PyTorch, the caches of all layers have the same length
                             ("decoder", PASTS, OTHERS),
                             ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
