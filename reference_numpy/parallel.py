@@ -51,7 +51,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     Args:
         trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
-    plan = plan_of(trainer.mesh, trainer.model.config)
+    plan = trainer.plan
     places = [*itertools.product(range(plan.data), range(plan.fsdp), range(plan.tensor))]
     held = {}
     for name, shape in parameter_shapes(trainer.model.config).items():
@@ -65,7 +65,7 @@ def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[nd
     """Yield the rows of each shard of each micro-batch, and the random generator for dropout in this shard."""
     check_choice("dropout", trainer.dropout, DROPOUTS)
     entropy = random_stream(*(check_integer(name, getattr(trainer, name), minimum=0) for name in ("seed", "step")))
-    plan, micro_batches = plan_of(trainer.mesh, trainer.model.config), trainer.settings.accumulation_steps
+    plan, micro_batches = trainer.plan, trainer.settings.accumulation_steps
     parts = [spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id) for ids in batch]
     rows, own = len(batch[0]) // micro_batches, parts[0].shape[2]
     generators = [

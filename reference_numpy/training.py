@@ -69,16 +69,15 @@ def cross_entropy(
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
     log_probabilities = log_softmax(logits)  # [B, T, V]
+    classes = config.target_vocab_size
     if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
         log_probabilities = np.where(np.arange(config.target_vocab_size) == config.pad_id, 0.0, log_probabilities)
+        classes -= 1
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing
     spread = log_probabilities.sum(-1)  # [B, T]
-    classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
-        classes -= 1
-    if config.label_smoothing_kind == "off_target_and_pad":
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -182,8 +181,7 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # number of steps taken
-        self.mesh, self.dropout = mesh, dropout
-        plan_of(mesh, model.config)  # raises an error if the plan can't divide the model
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
         check_backward(model)
         self.optimizer = adam(parameters(model), settings)

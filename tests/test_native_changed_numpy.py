@@ -365,18 +365,6 @@ def test_invalid_attribute_of_a_trainer_is_rejected(name, value, message):
             call(SOURCE, TARGET, LABELS)
 
 
-def test_mesh_assigned_to_a_trainer_is_used():
-    config = tiny_config(**ONE_LAYER, dropout=DropoutRates(embedding=0.3))
-    model, mesh, found = ref.Transformer.from_weights(config, random_weights(config)), ref.Plan(data=2), []
-    for trainer in (
-        ref.Trainer(model, TrainingConfig(), mesh=mesh, dropout="local"),
-        ref.Trainer(model, TrainingConfig(), dropout="local"),
-    ):
-        trainer.mesh = mesh
-        found.append(trainer.gradient(SOURCE, TARGET, LABELS).loss)
-    assert found[0] == found[1]
-
-
 def test_large_seeds_have_their_own_random_numbers():
     config = tiny_config(**ONE_LAYER, dropout=DropoutRates(embedding=0.3))
     model, losses = ref.Transformer.from_weights(config, random_weights(config)), []

@@ -183,6 +183,7 @@ ALLOWED = [
     ("jax", "runtime", "adds definition as_array", "the values of a traced array can't be read"),
     ("jax", "weights", "adds definition parameter_of", "Flax names an embedding matrix differently"),
     ("jax", "weights", "adds definition check_layers", "adapters can replace layers"),
+    ("jax", "weights", "adds definition one_dtype", "the parameters of an nnx.Module can be cast one by one"),
     ("jax", "weights", "adds definition check_loaded", "loading skips the initialization, also of a subclass's layers"),
     ("jax", "runtime", "adds definition check_float64", "JAX replaces float64 with float32 unless x64 is on"),
     ("jax", "runtime", "adds definition to_dtype", "dtypes are JAX dtypes or names"),

@@ -27,7 +27,7 @@ from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
 from transformer_jax.runtime import as_array, as_placed, check_float64, to_ids, to_numpy
 from transformer_jax.transformer import Transformer, check_model
-from transformer_jax.weights import check_layers
+from transformer_jax.weights import check_layers, one_dtype
 from transformer_spec.checks import (
     check_accumulation,
     check_choice,
@@ -162,7 +162,7 @@ class Trainer:
         check_type("settings", settings, TrainingConfig)
         check_layers(model)
         check_float64(model.source_embedding.embedding.dtype.name)
-        _check_dtypes(parameters_of(model), settings)
+        check_trainable(one_dtype(parameters_of(model)), settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         model.eval()
@@ -300,22 +300,12 @@ class Trainer:
         """Check a batch, divide it over the devices, and return it with the random bits for the dropout masks."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
-        _check_dtypes(parameters, self.settings)  # the model may have been cast
+        # The model may have been cast.
+        check_trainable(one_dtype(parameters), self.settings.mixed_bfloat16, MIXED_BFLOAT16)
         check_accumulation(micro_batches, len(batch[0]))
         return divide(self, batch, micro_batches), np.random.SeedSequence(
             random_stream(self.seed, self.step)
         ).generate_state(2)
-
-
-def _check_dtypes(parameters, settings):
-    """Raise a ValueError unless all parameters have the same dtype, and a model in this dtype can be trained."""
-    dtypes = sorted({array.dtype for array in parameters.values()}, key=str)
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"training requires parameters in one dtype: got {' and '.join(map(str, dtypes))}; cast all parameters to "
-            "float32, and set mixed_bfloat16 to compute in bfloat16"
-        )
-    check_trainable(dtypes[0].name, settings.mixed_bfloat16, MIXED_BFLOAT16)
 
 
 @as_placed

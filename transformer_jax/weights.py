@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 from numpy import ndarray
 
 from transformer_jax.embedding import LearnedPosition, TiedProjection, TokenEmbedding
@@ -134,6 +135,17 @@ def check_loaded(model: Model) -> None:
             f"only canonical parameters can be loaded: got {some(empty)}; create the model with its constructor, and "
             "then call set_weights(model, weights)"
         )
+
+
+def one_dtype(parameters: Mapping[str, Array]) -> str:
+    """Return the dtype of all parameters. Raise a ValueError if the parameters have different dtypes."""
+    names = sorted({array.dtype.name for array in parameters.values()})
+    if len(names) > 1:
+        raise ValueError(
+            f"training requires parameters in one dtype: got {' and '.join(names)}; cast all parameters to float32, "
+            "and set mixed_bfloat16 to compute in bfloat16"
+        )
+    return names[0]
 
 
 def _layers(model):

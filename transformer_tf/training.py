@@ -76,19 +76,18 @@ def cross_entropy(
     check_logits(tuple(logits.shape), tuple(labels.shape), config.target_vocab_size)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
+    classes = config.target_vocab_size
     if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
         is_padding = tf.range(config.target_vocab_size) == config.pad_id
         log_probabilities = tf.where(is_padding, tf.zeros_like(log_probabilities), log_probabilities)
+        classes -= 1
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
     # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
     smoothing = config.label_smoothing
     spread = tf.reduce_sum(log_probabilities, -1)  # [B, T]
-    classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
-        classes -= 1
-    if config.label_smoothing_kind == "off_target_and_pad":
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -338,10 +337,9 @@ class Trainer:
 
     def _gradient_of_micro_batch(self, batch, random_bits):
         model = self.model
-        # In this context, dropout uses the given bits and doesn't change the model's own generators.
-        dropout = seeded(model, tf.unstack(random_bits))
         with _training(model, self.settings):  # includes the backward pass, which may recompute layers
-            with tf.GradientTape() as tape, dropout:
+            # Dropout uses the given bits and doesn't change the model's own generators.
+            with tf.GradientTape() as tape, seeded(model, tf.unstack(random_bits)):
                 total, tokens = _loss(model, batch, model.config, training=True)
             return total, tokens, _differentiate(tape, total, _trained(model, self._variables))
 

@@ -75,17 +75,16 @@ def cross_entropy(
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
+    classes = config.target_vocab_size
     if config.label_smoothing_kind == "off_target_and_pad":  # padding is excluded, and its logit may be -inf
         is_padding = torch.arange(config.target_vocab_size, device=logits.device) == config.pad_id
         log_probabilities = log_probabilities.masked_fill(is_padding, 0.0)
+        classes -= 1
     spread = log_probabilities.sum(-1)  # [B, T]
     right = log_probabilities.gather(-1, labels[..., None])[..., 0]  # [B, T]
     smoothing = config.label_smoothing
-    classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
-        classes -= 1
-    if config.label_smoothing_kind == "off_target_and_pad":
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
