@@ -85,7 +85,7 @@ def _check_layer(path: str, layer: Any) -> None:
 def _depth(layer: Any, method: str) -> float:
     """Return how many classes separate an object from the definition of a method."""
     owners = (layer, *type(layer).__mro__) if hasattr(layer, "__dict__") else type(layer).__mro__
-    return next((i for i, owner in enumerate(owners) if method in vars(owner)), inf)
+    return next((float(i) for i, owner in enumerate(owners) if method in vars(owner)), inf)
 
 
 def check_seen(seen: Mapping[str, ndarray]) -> None:

@@ -176,8 +176,14 @@ OF_A_PACKAGE = {
         "no gradients at taps": (
             GRADIENTS,
             "training",
-            "(source_ids, target_ids, tap=tap)",
+            "(source_ids, target_ids, **taps)",
             "(source_ids, target_ids)",
+        ),
+        "scores without the source mask": (
+            SCORES,
+            "search",
+            "given(*inputs, source_mask) if has_mask",
+            "given(*inputs) if has_mask",
         ),
     },
     "jax": {"taps of a cached step": BUGS["taps of a cached step"]},
