@@ -182,7 +182,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
 
 
 def _module(edit: Edit) -> str:
-    """Return the key in ``CHANGED`` of the parts that an edit changes."""
+    """Return the key of ``CHANGED`` whose value lists the parts that an edit changes."""
     module, old, _ = edit
     if module == "functional" and ("sigma" in old or "axis=rows" in old):
         return "layers"
