@@ -109,8 +109,7 @@ class DecoderCache:
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
-            self-attention, its entry is omitted.
+        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
@@ -207,8 +206,8 @@ class DecoderStack:
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
             KeyValueCache(*(np.zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype) for x in key_values))
-            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
-            if i > 0 or layer.self_attention is not None
+            for layer, key_values in zip(self.layers, projected, strict=True)
+            if layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, np.zeros((rows, 1, 1, capacity), bool), positions)
 
@@ -227,9 +226,10 @@ class DecoderStack:
         """
         end = cache.length + x.shape[1]
         self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]
-        for stored in cache.past:
-            stored.length = cache.length
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
+        for key_values in cache.past:
+            key_values.length = cache.length
+        stored = iter(cache.past)
+        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

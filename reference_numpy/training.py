@@ -5,7 +5,6 @@ Axes: B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -126,7 +125,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
             its config, or a layer overrides only its forward pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    check_backward(model)
+    check_backward(model)  # before the forward pass, which a changed layer may break
     parameters(model)  # raises an error if the model's parameters don't match its config
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # multiplying by a Python number keeps float32
@@ -216,10 +215,8 @@ class Trainer:
         if missing := [name for name in found if name not in getattr(self.optimizer, "parameters", found)]:
             raise ValueError(f"the optimizer must update all parameters of the model: {some(missing)} missing")
         self.optimizer.parameters, self.optimizer.settings = found, settings
-        if not math.isfinite(norm):  # under np.errstate(all="raise"), raise an error before a parameter is updated
-            copy.deepcopy(self.optimizer).update(
-                gradient, scale, learning_rate, settings.bias_corrections(self.step + 1)
-            )
+        if not math.isfinite(norm) and "raise" in np.geterr().values():  # otherwise, the update would raise half-way
+            raise FloatingPointError(f"gradient norm must be finite: got {norm}; lower the learning rate")
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1
         return StepResult(total / count, tokens, norm)

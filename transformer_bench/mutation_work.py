@@ -205,7 +205,7 @@ class ColumnTrials:
 
 
 def _by_way(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return two lists: all cases except optimizer steps, and the optimizer steps, which TensorFlow may run traced."""
+    """Return two lists: the cases without optimizer steps, and the cases that TensorFlow may run in a trace."""
     return [[case for case in cases if (case.stage == STEPS) == steps] for steps in (False, True)]
 
 

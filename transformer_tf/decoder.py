@@ -110,8 +110,7 @@ class DecoderCache(Nested):
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
-            self-attention, its entry is omitted.
+        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
@@ -216,8 +215,8 @@ class DecoderStack(Block):
         rows, capacity = keras.ops.shape(memory)[0] * beam_size, keras.ops.shape(positions)[0]
         past = [
             KeyValueCache(*(tf.zeros([rows, x.shape[1], capacity, x.shape[3]], x.dtype) for x in key_values))
-            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
-            if i > 0 or layer.self_attention is not None
+            for layer, key_values in zip(self.layers, projected, strict=True)
+            if layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, tf.zeros([rows, 1, 1, capacity], tf.bool), positions)
 
@@ -236,7 +235,8 @@ class DecoderStack(Block):
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
+        stored = iter(cache.past)
+        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

@@ -92,10 +92,10 @@ def beam_search(
 
     Each step extends every unfinished hypothesis by every token and considers the ``beam_size`` most likely extensions.
     If an extension ends with EOS or reaches the maximum length, it is ranked by its log-probability divided by the
-    length penalty. The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no
-    unfinished hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of
-    the better hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that
-    finished earlier. Padding is never generated.
+    length penalty. The search keeps the ``beam_size`` most likely unfinished extensions. The search of a sequence stops
+    when no unfinished hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the
+    extension of the better hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis
+    that finished earlier. Padding is never generated.
 
     Args:
         model: Model to search with.

@@ -105,9 +105,8 @@ class DecoderCache:
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
-        past: Keys and values of the target positions decoded so far, one entry per layer. If layer 0 has no
-            self-attention, its entry is omitted. The ``length`` of these entries is not used; to reorder them, call
-            ``reorder`` of this class.
+        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention. The
+            ``length`` of these entries is not used; to reorder them, call ``reorder`` of this class.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.
@@ -204,8 +203,8 @@ class DecoderStack(nn.Module):
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
             KeyValueCache(*(x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in key_values))
-            for i, (layer, key_values) in enumerate(zip(self.layers, projected, strict=True))
-            if i > 0 or layer.self_attention is not None
+            for layer, key_values in zip(self.layers, projected, strict=True)
+            if layer.self_attention is not None
         ]
         self_mask = torch.zeros(rows, 1, 1, capacity, dtype=torch.bool, device=memory.device)
         return DecoderCache(projected, past, cross_mask, self_mask, positions)
@@ -225,7 +224,8 @@ class DecoderStack(nn.Module):
         self_mask = cache.self_mask[..., :end]
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
+        stored = iter(cache.past)
+        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             own = KeyValueCache(past.key, past.value, n) if past else None
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own)

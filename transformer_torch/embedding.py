@@ -66,7 +66,7 @@ class TokenEmbedding(nn.Embedding):
 
     @property
     def embed_scale(self) -> float:
-        """The multiplier, under the name that peft looks up. To change it, set ``multiplier``."""
+        """The multiplier, under the attribute name that peft reads. To change it, set ``multiplier``."""
         return self.multiplier
 
     def reset_parameters(self) -> None:

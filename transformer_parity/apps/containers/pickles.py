@@ -321,7 +321,7 @@ def _end(content: bytes, path: Path) -> int:
                 del stack[below:]
                 stack += [(depth, held)] * len(leaves)
                 if below < 0:
-                    raise ValueError("the pickle removes an object from an empty stack")
+                    raise ValueError("the pickle pops an object from an empty stack")
                 if depth > DEEPEST:
                     raise ValueError(f"the pickle contains tuples that are nested more than {DEEPEST} levels deep")
             if spent > MOST_IN_TUPLES:

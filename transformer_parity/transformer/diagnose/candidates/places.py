@@ -170,7 +170,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
     changed = [part for part in (*parts, *smaller) if any(_changes(source, part) for source in sources)]
     try:
         converted = bug.convert(weights)
-    except Exception:  # the weight conversion of the bug doesn't support this model
+    except Exception:  # the bug's weight conversion doesn't work for this model
         return []
     kept = {name for name, weight in weights.items() if converted[name] is weight}
     names = [name for name in weights if name not in kept and not np.array_equal(weights[name], converted[name])]

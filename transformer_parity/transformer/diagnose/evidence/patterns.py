@@ -194,7 +194,7 @@ def first_wrong_token(shown: Differing) -> str:
 
 
 def wrong_sentences(shown: Differing) -> str:
-    """Report how many sentences differ, if only padded sentences differ."""
+    """If only padded sentences differ, report how many."""
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
         return ""
