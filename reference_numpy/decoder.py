@@ -229,7 +229,7 @@ class DecoderStack:
         for key_values in cache.past:
             key_values.length = cache.length
         stored = iter(cache.past)
-        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
+        pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

@@ -233,7 +233,7 @@ class DecoderStack(nnx.Module):
             last = cache.length + jnp.arange(x.shape[1])[:, None]
             mask = mask & (jnp.arange(mask.shape[3]) <= last)
         stored = iter(cache.past)
-        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
+        pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
         if self.final_norm is not None:

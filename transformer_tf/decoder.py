@@ -236,7 +236,7 @@ class DecoderStack(Block):
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
         stored = iter(cache.past)
-        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
+        pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

@@ -225,7 +225,7 @@ class DecoderStack(nn.Module):
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
         stored = iter(cache.past)
-        pasts = [next(stored) if layer.self_attention else None for layer in self.layers]
+        pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             own = KeyValueCache(past.key, past.value, n) if past else None
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own)

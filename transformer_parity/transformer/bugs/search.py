@@ -17,7 +17,7 @@ MARIAN = "decode/marian_greedy"  # searches start with the padding token
 OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/rules_of_fairseq"
 MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
-PASTS = "[next(stored) if layer.self_attention else None for layer in self.layers]"
+PASTS = "[next(stored) if layer.self_attention is not None else None for layer in self.layers]"
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
 COUNTED = "cache.length += 0 if self.decoder.layers[0].self_attention is None else ids.shape[1]"
 OTHER = "decode/other_decoder_greedy"  # case whose first decoder layer has no self-attention
