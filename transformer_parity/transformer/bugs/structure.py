@@ -24,6 +24,7 @@ from transformer_parity.transformer.bugs.bug import (
 )
 
 PROJECTED = "self.output_proj(merge_heads(context))"
+OTHER_TABLE = "output.embedding not in model.target_embedding.modules()"  # condition of PyTorch's check of weights
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # this text occurs in the forward pass but not in the decoding step
 UNMASKED = "    if mask is None:"
@@ -324,7 +325,10 @@ EDGES = [
             },
             ("logits", "full/tied_target"): {
                 "output tied to the source embedding": but(
-                    instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                    together(
+                        instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                        {port: [] for port in FOUR} | changed("weights", torch=(OTHER_TABLE, "False")),
+                    ),
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
                 )
             },

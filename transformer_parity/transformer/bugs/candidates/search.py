@@ -195,9 +195,12 @@ SEARCHES = [
             "candidates = self.ids[sentence, parent]",
             "candidates = self.ids[sentence, np.arange(parent.shape[1]) % beam_size]",
         ),
-        "the cache is reordered without the sentence offset": in_search(
-            "(sentence * beam_size + parent)", "(sentence * 0 + parent)"
-        ),
+        "the cache is reordered without the sentence offset": {
+            "numpy": [
+                ("search", "(sentence * beam_size + parent)", "(sentence * 0 + parent)"),
+                ("decoder", "        check_rows(rows, len(self.self_mask), len(self.cross_mask))\n", ""),
+            ]
+        },
         "the cache is reordered only until a hypothesis finishes": changed(
             "search_loop", numpy=("if rows is not None:", "if rows is not None and not (state.finished > -9e9).any():")
         ),

@@ -110,13 +110,13 @@ def kept_on_the_model(what: str) -> list[tuple[str, str]]:
     """Return changes that make a new trainer continue with the step number or the moments of the previous trainer."""
     if what == "step":
         return [
-            ("self.step = 0  #", "self.step = model.__dict__.get('kept_step', 0)  #"),
-            ("self.step += 1\n", "self.step += 1\n        self.model.kept_step = self.step\n"),
+            ("self.step = 0  #", "self.step = model.__dict__.get('_kept_step', 0)  #"),
+            ("self.step += 1\n", "self.step += 1\n        self.model._kept_step = self.step\n"),
         ]
     begun = "self.optimizer = adam("
     return [
-        (begun, "self.optimizer = model.__dict__.get('kept_optimizer') or adam("),
-        (NORM, f"self.model.kept_optimizer = self.optimizer\n        {NORM}"),
+        (begun, "self.optimizer = model.__dict__.get('_kept_optimizer') or adam("),
+        (NORM, f"self.model._kept_optimizer = self.optimizer\n        {NORM}"),
     ]
 
 
@@ -126,8 +126,8 @@ def of_gradient(*lines: str) -> Edits:
 
 
 BATCH_TOKENS = "(batch[2] != self.model.config.pad_id).sum()"
-BEFORE = "before = self.__dict__.get('before', {name: {first} for name, g in gradient.items()})"
-HELD = "self.before = {name: g / count for name, g in gradient.items()}"
+BEFORE = "before = self.__dict__.get('_before', {name: {first} for name, g in gradient.items()})"
+HELD = "self._before = {name: g / count for name, g in gradient.items()}"
 FORMULAS: dict[str, Edits] = {
     "the largest second moment so far, as in torch's AMSGrad": largest("v", "correction2"),
     "the largest corrected second moment so far, as in optax's AMSGrad": largest("v / correction2"),
