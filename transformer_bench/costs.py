@@ -2,8 +2,8 @@
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
 In an all-gather or a reduce-scatter over W devices, each device sends (W - 1) / W of the array. In an all-reduce, it
-sends twice as much. The computation ignores scalars, such as the loss and the gradient norm, and the padding of arrays
-that can't be divided equally.
+sends twice as much. The computation ignores scalars, such as the loss and the gradient norm. It also ignores the
+padding that is added to arrays that can't be divided equally.
 """
 
 from __future__ import annotations
@@ -119,11 +119,14 @@ def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
 
 
 def _operands(plan: Plan, config: TransformerConfig, shard: Batch) -> Iterator[int]:
-    """Yield the number of elements in each matmul operand that isn't a parameter, and in the logits."""
+    """Yield the sizes of the logits and all matmul operands that aren't parameters, as numbers of elements.
+
+    A number may be the sum for multiple arrays.
+    """
     source, target = shard.rows * shard.source, shard.rows * shard.target
 
     def attention(sizes, queries, keys):
-        """Return the number of elements in the query-side input and in query, key, value, and context."""
+        """Return the total number of elements in the query-side input, the query, key, value, and context."""
         heads = sizes.num_heads // plan.tensor
         return heads * (queries * (sizes.d_k + sizes.d_v) + keys * (sizes.d_k + sizes.d_v)) + queries * config.d_model
 

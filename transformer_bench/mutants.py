@@ -61,7 +61,9 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # mutate only one in NAMES uses of variables, because most of these mutants only raise an exception
+# If a variable is replaced with a different one, the mutant usually just raises an exception. Therefore, only about
+# 1 / NAMES of all uses of variables are mutated.
+NAMES = 4
 TRANSPOSED = ("T", "mT")
 SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 
@@ -104,7 +106,7 @@ class Mutant:
         return f"{self.package}/{self.module}.py:{self.line} {self.where}"
 
     def edits(self) -> tuple[tuple[str, str, str], ...]:
-        """Return an argument for ``edited_package`` that replaces the text of the module by the changed text."""
+        """Return an argument for ``edited_package`` that replaces the module's source code with the mutated code."""
         text = source(self.package, self.module)
         data, old = text.encode(), self.old.encode()
         changed = data[: self.start] + self.new.encode() + data[self.start + len(old) :]
@@ -156,7 +158,8 @@ class _Changes:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
-        self.function: tuple[int, int] | None = None  # lines of the header of the last outermost function
+        # Lines of the header of the last function that isn't defined inside a different function.
+        self.function: tuple[int, int] | None = None
         self.outer: tuple[int, int] | None = None  # in inner functions, lines of the enclosing function's header
 
     def of_module(self) -> Iterator[Change]:
@@ -177,7 +180,8 @@ class _Changes:
                     inside = f"{where}.{node.name}".strip(".")
                     yield from self._of_decorators(node, inside)
                     if is_inner := bool(names) and self.outer is None:
-                        self.outer = self.function  # TensorFlow runs untraceable copies of inner functions
+                        # TensorFlow runs copies of inner functions, and ``sys.settrace`` can't see the original lines.
+                        self.outer = self.function
                     if isinstance(node, ast.FunctionDef) and self.outer is None:
                         self.function = _lines(node)
                     if isinstance(node, ast.FunctionDef):

@@ -47,7 +47,8 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-# Backends that run slowly, one operation at a time. They run only some of the conventions and bfloat16 cases.
+# Backends that run slowly, one operation at a time. They run only some of the conventions and, in bfloat16, only some
+# of the cases.
 SLOW = ("jax", "tf")
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
@@ -176,8 +177,8 @@ class ColumnTrials:
 
         Args:
             package: The name of the package, possibly a mutated copy.
-            lines: The lines that each trial executes; only trials that execute a modified line run. None to run all
-                trials, each with a newly loaded model, so that these lines can be determined.
+            lines: The lines that each trial executes; only trials that execute a modified line run. If None, all trials
+                run, each with a newly loaded model, so that a tracer can record the lines that each trial executes.
             changed: The modified lines; empty if every trial can detect the change.
         """
         for dtype in self.dtypes:
@@ -198,7 +199,7 @@ class ColumnTrials:
     def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
         """Return a context manager in which cases run one operation at a time.
 
-        Exception: TensorFlow's optimizer steps run traced, as in ``parity check``.
+        TensorFlow's optimizer steps are an exception: like ``parity check``, they run in a ``tf.function``.
         """
         is_traced = self.backend == "tf" and self.column == CHECK and any(case.stage == STEPS for case in cases)
         return nullcontext() if is_traced else interpreted(self.backend)
@@ -259,7 +260,7 @@ class Worker:
         return {trial: [] if trial in wrong else sorted(lines) for trial, lines in found.items()}
 
     def results(self, mutant: Mutant) -> Iterator[ColumnResult]:
-        """Yield the result for a mutant in each column."""
+        """Run the trials of each column with a mutant, and yield one result per column."""
         first, last = mutant.lines or (0, -1)
         changed = [f"{mutant.module}:{line}" for line in range(first, last + 1)]
         for trials in self.columns:
@@ -283,7 +284,7 @@ class Worker:
 class Heartbeat:
     """A callback that reports the current case to the parent at most once per second.
 
-    If the parent process doesn't receive a report for a long time, it concludes that the current case hangs.
+    If the parent process receives no reports for a long time, it assumes that the current case is hanging.
     """
 
     def __init__(self, parent: Parent) -> None:

@@ -85,7 +85,7 @@ def draw_growth(
         details: The other sizes of the workload.
         axis: The name of the size that increases.
         values: The values of this size.
-        results: The entries at each value.
+        results: For each of these values, the entries of all implementations.
         machine: A short description of the machine.
     """
     from matplotlib.figure import Figure

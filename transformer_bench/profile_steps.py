@@ -1,14 +1,16 @@
-"""Profile a forward pass, a training step, or a search, and print the percentage of time for each kind of work.
+"""Profile a forward pass, a training step, or a search, and print the percentage of time spent on each kind of work.
 
 Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The workload is the same as in
 ``parity bench``. Two warm-up calls are excluded.
 
-- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions, such as the methods of ``Linear`` and
-  ``LayerNorm``, are assigned to a kind of work. The time of any other function is added to its callers.
-- PyTorch is profiled by operation, using ``torch.profiler``.
-- JAX and TensorFlow are profiled by XLA instruction, using their own profilers, and TensorFlow's training step by graph
-  operation. The profiles don't distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for
-  both matmuls and sums; calls without a matmul are reported as ``sum_fusion``.
+- NumPy: Python's ``cProfile`` measures the CPU time of each function. A table specifies the kind of work of some
+  functions, such as the methods of ``Linear`` and ``LayerNorm``. The time of any other function is added to its
+  callers.
+- PyTorch: ``torch.profiler`` measures the time of each operation.
+- JAX and TensorFlow: The profilers of these frameworks measure the time of each XLA instruction. By default, XLA
+  doesn't compile TensorFlow's training step, so its profile lists graph operations instead. The profiles don't
+  distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for both matmuls and sums; calls
+  without a matmul are reported as ``sum_fusion``.
 
 The remaining time is attributed to Python. ``--form compiled`` selects the compiled mode that ``parity bench --peers``
 also times, and ``--largest 20`` also prints the names of functions or operations.
@@ -84,7 +86,10 @@ KINDS = {  # name patterns with their kinds; the first matching pattern applies
 
 
 def numpy_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the CPU time of each function that has a kind, including the functions without a kind that it calls."""
+    """Return the CPU time of each function that has a kind of work in ``KINDS``.
+
+    If a function has no kind of work, its time is added to the functions that call it.
+    """
     profile = cProfile.Profile(time.process_time)
     for _ in range(calls):
         profile.runcall(run)
@@ -93,7 +98,10 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
     names = {function: qualified(*function) for function in stats}
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
-        """Add time to a function. If the function has no kind, distribute the time in proportion among its callers."""
+        """Add to the recorded time of a function, or of its callers if the function has no kind of work.
+
+        The time is divided among the callers in proportion to the time that the function runs on behalf of each caller.
+        """
         callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
         whole = sum(callers.values())
         if kind_of("numpy", names[function]) != REST or not whole:
@@ -122,7 +130,7 @@ def _classes(file: str) -> dict[tuple[int, str], str]:
 
 
 def torch_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of each operation, excluding the operations that it calls, and the remaining time in Python."""
+    """Return the time spent in each operation itself, and the remaining time, which is attributed to Python."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -135,14 +143,20 @@ def torch_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def jax_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of XLA instructions, keyed by name without numeric suffix, and the remaining time in Python."""
+    """Return the time spent in each XLA instruction, and the remaining time, which is attributed to Python.
+
+    The keys are the names of the instructions, without their numeric suffixes.
+    """
     import jax
 
     return traced(jax.profiler.trace, run, calls)
 
 
 def tf_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of XLA instructions, and of TensorFlow operations by type."""
+    """Return the time spent in each XLA instruction and each type of TensorFlow operation, and the remaining time.
+
+    The remaining time is attributed to Python.
+    """
     import tensorflow as tf
 
     return traced(tf.profiler.experimental.Profile, run, calls)
@@ -167,7 +181,7 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     names: Counter[str] = Counter()
     has_matmul = matmuls(Path(os.environ[PROGRAMS]))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
-        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow's names start with the location
+        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow's names are PATH:TYPE
         stats = dict(event.stats)
         if "hlo_op" in stats:
             if not re.match(r"while|call|conditional", event.name):  # their operations are separate events
@@ -207,7 +221,7 @@ PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
 
 
 def kind_of(backend: str, name: str) -> str:
-    """Return the kind of work of a function or operation."""
+    """Return the kind of work that a function or operation does."""
     return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
 
 
@@ -228,7 +242,7 @@ def runner(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Print the percentage of time for each kind of work."""
+    """Print the percentage of time spent on each kind of work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("forward", "train", "decode"))
     parser.add_argument("backend", choices=PROFILERS)

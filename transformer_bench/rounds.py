@@ -191,7 +191,8 @@ def run_rounds(
         weights: The weight file.
         rounds: The number of rounds.
         verify: A function that raises a DisagreementError if a result is wrong.
-        tell: A function that is called before each activity.
+        tell: A function that is called before each activity of an implementation, such as loading. Its arguments are
+            the name of the implementation and the activity.
     """
     for process in processes:
         tell(process.entry.name, "importing")

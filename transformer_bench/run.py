@@ -34,7 +34,7 @@ class Setting:
         peers: Whether to also time implementations outside this project and the packages' compiled modes.
         threads: The number of threads of each implementation.
         rounds: The number of timed calls of each implementation; 0 to only compute the costs of plans.
-        plans: The parallelism plans with which the packages also train.
+        plans: The parallelism plans. Each package is additionally timed while it trains with each of them.
     """
 
     backends: Sequence[str]
@@ -114,7 +114,7 @@ class Timing:
 
     @classmethod
     def begin(cls, setting: Setting) -> Timing:
-        """Return a timing that describes this machine and has no results."""
+        """Return a ``Timing`` that contains a description of this machine, but no results yet."""
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:

@@ -187,7 +187,7 @@ def main() -> None:
         help=f"time these translators, given as a comma-separated list of {', '.join(TRANSLATORS)} (default: all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results and the machine as JSON")
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # only used in the process of a translator
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # passed only to each translator's process
     options = parser.parse_args()
     if options.model:
         (name,) = options.translators

@@ -83,7 +83,7 @@ class Work:
 
     @property
     def agreement(self) -> str:
-        """The criterion for agreement, as the end of a sentence."""
+        """The criterion for agreement, as a verb phrase that completes a sentence about the results."""
         return "agree with the float64 reference"
 
     @property
@@ -187,7 +187,7 @@ class Work:
 
     @property
     def details(self) -> str:
-        """The sizes of the model, which complement the title."""
+        """The sizes of the model and other settings that the title doesn't include."""
         config = self.config
         place = "" if self.device == "cpu" else f" on a {self.device}"
         return (
@@ -236,7 +236,7 @@ class TrainWork(Work):
 
     @property
     def agreement(self) -> str:
-        """The criterion for agreement, as the end of a sentence."""
+        """The criterion for agreement, as a verb phrase that completes a sentence about the results."""
         if self.dropout:
             return (
                 f"are within {POLICY['bench']['loss_with_dropout']:.0%} of the reference, which drops different "
@@ -285,7 +285,7 @@ class TrainWork(Work):
 
     @property
     def details(self) -> str:
-        """The sizes of the model, which complement the title."""
+        """The sizes of the model and other settings that the title doesn't include."""
         how = f"dropout {self.dropout:g}" if self.dropout else "no dropout"
         return f"{super().details}; {how}" + (", activation checkpointing" if self.activation_checkpointing else "")
 
@@ -343,5 +343,5 @@ class DecodeWork(Work):
 
     @property
     def details(self) -> str:
-        """The sizes of the model, which complement the title."""
+        """The sizes of the model and other settings that the title doesn't include."""
         return f"{super().details}; sources of up to {self.source} tokens"

@@ -1,4 +1,4 @@
-"""A Transformer based on Flax NNX layers and Optax. Every call runs a compiled function of the model's state."""
+"""A Transformer based on Flax NNX layers and Optax. Compiled functions receive the model's state as an argument."""
 
 # ruff: noqa: D102  methods are documented in Peer
 

@@ -89,7 +89,7 @@ class TorchNN(TorchPeer):
             )
 
         self._compute, self._loss_of = model, loss_of
-        if self.compiled:  # also compile the loss, which reads one logit per token in the vocabulary at each position
+        if self.compiled:  # also compile the loss, because its input, the logits, is large
             self._compute, self._loss_of = torch.compile(model), torch.compile(loss_of)
         if training is not None:
             self._optimizer = adam(model.parameters(), training)
