@@ -82,8 +82,9 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 def random_stream(seed: int, *indices: int) -> list[int]:
     """Return the integers that seed one stream of random numbers, such as a sample or the dropout of a step.
 
-    NumPy divides large integers into words of 32 bits and ignores trailing zeros. Therefore, this function passes the
-    upper bits of a seed in a separate place, because 2**32 and 0 would otherwise be [0, 1] and [0, index].
+    NumPy divides large integers into words of 32 bits and ignores trailing zeros. If a large seed were returned as one
+    integer, seed 2**32 would become the words [0, 1], the same as seed 0 with index 1. Therefore, the upper bits of a
+    large seed follow the indices, as a separate integer.
     """
     if seed < 2**32:
         return [seed, *indices]
@@ -245,7 +246,10 @@ def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
-    """Raise a ValueError unless the caller passes a memory, and source IDs or a mask to mark the memory's padding."""
+    """Raise a ValueError unless the caller passes a memory and at least one of source IDs and a source mask.
+
+    The source IDs or the mask specify the padding of the memory.
+    """
     if memory is None:
         raise ValueError("a Decoder requires memory because it has no encoder: got None")
     if source_ids is None and source_mask is None:
@@ -313,7 +317,7 @@ def check_labels(shape: Shape, target_shape: Shape) -> None:
 
 
 def check_logits(shape: Shape, labels_shape: Shape, vocab_size: int) -> None:
-    """Raise a ValueError unless the logits contain one value for each token in the vocabulary, per label."""
+    """Raise a ValueError unless the logits contain, for each label, one value per token in the vocabulary."""
     _check_shape("labels", labels_shape, shape[:2])
     _check_shape("logits", shape, (*labels_shape, vocab_size))
 

@@ -171,8 +171,8 @@ class TransformerConfig:
 
     embedding_norm: bool = False  # additional layer norm on the sum of embedding and positional encoding (BART)
     decoder_num_heads: int | None = None  # if None, num_heads is used
-    decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_k
-    decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads if set, otherwise d_v
+    decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads (d_k without decoder_num_heads)
+    decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads (d_v without decoder_num_heads)
     decoder_d_ff: int | None = None  # if None, d_ff is used
     skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
 

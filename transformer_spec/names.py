@@ -147,8 +147,8 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
 
     Raises:
         TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.
-        ValueError: If step or seed is negative, moments are missing, unexpected, or not finite, have the wrong shape,
-            or overflow the dtype, or a second moment is negative.
+        ValueError: If the step or the seed is negative, if a moment is missing, is unexpected, is not finite, has the
+            wrong shape, or overflows the dtype, or if a second moment is negative.
     """
     check_type("state", state, TrainingState)
     check_integer("step", state.step, minimum=0)

@@ -161,9 +161,10 @@ def tensor_axis(name: str) -> int | None:
 
 
 def fsdp_axis(name: str, shape: tuple[int, ...], fsdp: int) -> int | None:
-    """Return the first axis that ``fsdp`` divides equally and ``tensor`` doesn't divide, or None if no axis qualifies.
+    """Return the first axis whose size is a multiple of ``fsdp``, except the axis that ``tensor`` divides.
 
-    A framework that supports unequal shards may divide any parameter along its first axis instead.
+    If there is no such axis, return None. A framework that supports unequal shards may divide any parameter along its
+    first axis instead.
     """
     axes = (axis for axis, size in enumerate(shape) if axis != tensor_axis(name) and size % fsdp == 0)
     return next(axes, None)

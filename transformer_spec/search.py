@@ -86,7 +86,7 @@ class SearchPlan(NamedTuple):
     start_id: int  # first token that the decoder reads
     min_length: int  # minimum number of tokens in a hypothesis, including EOS
     limits: Any  # [B], maximum number of tokens, including EOS; a NumPy array, or a framework array after ``to``
-    penalties: Any  # [n], length penalty for each number of tokens; an array of the same type
+    penalties: Any  # [n], length penalty for each number of tokens; the type of array is the same as in ``limits``
     beam_size: int  # number of unfinished hypotheses per sequence
     num_hypotheses: int  # number of finished hypotheses to return per sequence
     pool_size: int  # number of finished hypotheses to store per sequence
@@ -268,7 +268,7 @@ class Search:
         return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
 
     def of(self, sentence: int) -> Search:
-        """Return a search for only sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
+        """Return the search for sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
         prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
         return dataclasses.replace(self, prefix_ids=prefix_ids)
 

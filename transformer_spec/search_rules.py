@@ -28,7 +28,7 @@ class SearchRules:
     Marian's ``BeamSearch`` and ``History``.
 
     Attributes:
-        stop: Condition that ends the beam search for a sequence. The search also ends if no hypothesis is unfinished.
+        stop: Condition that ends the beam search for a sequence. The search also ends if all hypotheses are finished.
             ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
@@ -37,9 +37,8 @@ class SearchRules:
         at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the best token. ``forced``: EOS,
             as if it had probability 1 (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS, with the probability
             that the model predicts (fairseq).
-        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). In each step,
-            only as many of the best hypotheses are kept as there are remaining places. All other hypotheses are
-            dropped, even if they end with EOS.
+        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). If N places
+            remain, each step keeps the N best hypotheses. All other hypotheses are dropped, even if they end with EOS.
         forced_ids: First tokens of every hypothesis, such as a token that selects the target language.
         score_forced: True scores forced tokens with their log-probability (fairseq), False with 0 (Hugging Face).
         banned_ids: Tokens that are never generated, in addition to padding.

@@ -30,7 +30,7 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def checked(tap: Tap) -> Tap:
-    """Return a tap that raises a TypeError if the given tap doesn't return an array with the same number of axes."""
+    """Wrap a tap to raise a TypeError unless the tap returns an array with as many axes as the array it receives."""
     if tap is no_tap:
         return no_tap
     if not callable(tap):
@@ -81,8 +81,8 @@ class Recorder(dict[str, Any]):
     In a compiled function, create the recorder inside the function and return ``dict(seen)``.
 
     Args:
-        patterns: Patterns of the names to store. ``*`` matches one part of a name, and ``**`` matches any number of
-            parts. Without patterns, all values are stored.
+        patterns: Patterns that match the names of the values to store. ``*`` matches one part of a name, and ``**``
+            matches any number of parts. Without patterns, all values are stored.
         replace: Values that replace the computed values, keyed by name. If None, no values are replaced.
         keep_computed: True stores the computed values instead of their replacements.
     """
