@@ -245,7 +245,8 @@ def transformer_backward(
         The gradients at the parameters and the gradients at the taps, as two dicts.
 
     Raises:
-        ValueError: If ``seen`` lacks or replaced the value of a tap, or a layer overrides only its forward pass.
+        ValueError: If the value of a tap is missing from ``seen``, if ``seen`` replaced a value that is not a dropout
+            mask, or if a layer overrides only its forward pass.
     """
     check_backward(model)
     check_seen(seen)

@@ -33,7 +33,8 @@ BLOCKS: dict[str, tuple[type, ...]] = {
     "target_position": (SinusoidalPosition, LearnedPosition),
     "dropout": (Dropout,),
 }
-LAYERS = ("_proj", "_norm", "_embedding", "_position")  # endings of the attribute names of layers with parameters
+# Suffixes of attribute names. Attributes with these suffixes are layers with parameters.
+LAYERS = ("_proj", "_norm", "_embedding", "_position")
 METHODS = ("__call__", "_encode", "_decode", "project")  # methods of a block that its backward pass differentiates
 REMEDY = "the backward pass cannot differentiate a different formula"
 
@@ -75,7 +76,7 @@ def _check_block(path: str, block: Any, kinds: tuple[type, ...]) -> None:
 
 
 def _check_layer(path: str, layer: Any) -> None:
-    """Check that a layer doesn't change its forward pass without its backward pass."""
+    """Check that a layer that overrides its forward pass also overrides its backward pass."""
     for method in ("__call__", "vectors"):
         if _depth(layer, method) < _depth(layer, "backward"):
             got = type(layer).__name__
@@ -83,13 +84,16 @@ def _check_layer(path: str, layer: Any) -> None:
 
 
 def _depth(layer: Any, method: str) -> float:
-    """Return how many classes separate an object from the definition of a method."""
+    """Return the position of a method's definition in the order in which Python searches the object and its classes.
+
+    If the method isn't defined, the position is infinite.
+    """
     owners = (layer, *type(layer).__mro__) if hasattr(layer, "__dict__") else type(layer).__mro__
     return next((float(i) for i, owner in enumerate(owners) if method in vars(owner)), inf)
 
 
 def check_seen(seen: Mapping[str, ndarray]) -> None:
-    """Check that the forward pass used the values that it computed, except for dropout masks.
+    """Check that the tap of the forward pass replaced no computed values except dropout masks.
 
     Raises:
         ValueError: If a ``Recorder`` replaced a value.

@@ -112,7 +112,7 @@ class FastLayerNorm(LayerNorm):
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
         """Normalize each position of ``x``."""
-        x = x.astype(np.result_type(x, self.scale), copy=False)  # the operations in place keep this dtype
+        x = x.astype(np.result_type(x, self.scale), copy=False)  # the in-place operations keep this dtype
         y = x - sum_last(x) / x.shape[-1]
         y /= self._deviation(y)[0]
         y *= self.scale
@@ -138,7 +138,7 @@ class FastLayerNorm(LayerNorm):
         return dx
 
     def _deviation(self, centered):
-        """Return sigma and its slope, as defined in ``functional.layer_norm_backward``."""
+        """Return sigma and the slope of sigma, as defined in ``functional.layer_norm_backward``."""
         d_model, squares = centered.shape[-1], np.vecdot(centered, centered)[..., None]
         if self.kind == "standard":
             return np.sqrt(squares / d_model + self.epsilon), 1.0
@@ -149,7 +149,10 @@ class FastLayerNorm(LayerNorm):
 
 
 class FastFeedForward(PositionwiseFeedForward):
-    """Feed-forward network that computes the gradient of ReLU from its output, instead of recomputing its input."""
+    """Feed-forward network that computes the gradient of ReLU from the output of ReLU.
+
+    Therefore, the backward pass doesn't recompute the input of ReLU.
+    """
 
     def activation_backward(
         self, x: Float[ndarray, "B L d_model"], inner: Float[ndarray, "B L d_ff"], dinner: Float[ndarray, "B L d_ff"]

@@ -109,7 +109,7 @@ def layer_norm_backward(
 
 
 def _deviation(centered, epsilon, kind):
-    """Return the divisor sigma of a layer norm and its slope, where ``dsigma = slope mean(n dx)``."""
+    """Return the divisor sigma of a layer norm, and the slope of sigma, where ``dsigma = slope mean(n dx)``."""
     if kind == "standard":
         return np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + epsilon), 1.0
     d_model = centered.shape[-1]

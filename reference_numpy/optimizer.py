@@ -58,7 +58,7 @@ class Adam:
 
         Raises:
             ValueError: If a parameter is read-only, is not a floating-point array, or has a different shape than its
-                gradient or moments. No parameter is updated then.
+                gradient or moments. In this case, no parameter is updated.
         """
         self.check(gradient)
         settings = self.settings

@@ -271,7 +271,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n, and None because the rows are not reordered."""
+        """Given the logits, return the state after step n and None, which means that the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = np.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)
@@ -305,7 +305,8 @@ class Sample(Greedy):
         probs = np.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
         sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = np.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)  # ``drawn`` may round up to the sum
+        # Rounding may make ``drawn`` equal to the last sum.
+        rank = np.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)
         return np.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 

@@ -146,7 +146,7 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. If None, only the model's
+        mesh: Mesh from ``make_mesh``. Each step divides the batch among the mesh's devices. If None, only the model's
             device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
@@ -156,9 +156,9 @@ class Trainer:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, no weights have been set, the model's parameters don't match its config, a layer overrides
-            only its forward pass, or another value is invalid.
+        ValueError: If the model is not in float32 or float64, if mixed precision is combined with float64, if the mesh
+            can't divide the model, if no weights have been set, if the model's parameters don't match its config, if a
+            layer overrides only its forward pass, or if another value is invalid.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, or a parameter can't be updated. No parameter is updated then.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, if ``accumulation_steps`` doesn't
+                divide the batch size, or if a parameter can't be updated. In these cases, no parameter is updated.
         """
         settings, config = self.settings, self.model.config
         _check_settings(self.model, settings)
@@ -215,7 +215,8 @@ class Trainer:
         if missing := [name for name in found if name not in getattr(self.optimizer, "parameters", found)]:
             raise ValueError(f"the optimizer must update all parameters of the model: {some(missing)} missing")
         self.optimizer.parameters, self.optimizer.settings = found, settings
-        if not math.isfinite(norm) and "raise" in np.geterr().values():  # otherwise, the update would raise half-way
+        # Without this check, the update could raise an error after it has changed some of the parameters.
+        if not math.isfinite(norm) and "raise" in np.geterr().values():
             raise FloatingPointError(f"gradient norm must be finite: got {norm}; lower the learning rate")
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1
@@ -335,7 +336,8 @@ def _backward(model, batch, seen, found, rng=None):
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     arguments = logits, labels, model.config
-    if model.fast and type(model.output_proj) is FastOutputProjection:  # other layers may keep the logits
+    # ``by_sentence`` overwrites the logits. Layers of other classes may have stored the logits for later use.
+    if model.fast and type(model.output_proj) is FastOutputProjection:
         (total, tokens), dlogits = by_sentence(cross_entropy, cross_entropy_backward, *arguments)
     else:
         (total, tokens), dlogits = cross_entropy(*arguments), cross_entropy_backward(*arguments)

@@ -24,8 +24,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If the weights or the model's parameters don't match the model's config, the weights overflow its
-            dtype, or a parameter is read-only. The model is then unchanged.
+        ValueError: If the weights or the model's parameters don't match the model's config, if a weight overflows the
+            model's dtype, or if a parameter is read-only. In these cases, the model is unchanged.
     """
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
@@ -92,9 +92,10 @@ def parameters(model: Model) -> dict[str, ndarray]:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """Return a model and its blocks and layers, keyed by path with a trailing dot. The path of the model is empty.
+    """Return a model, its blocks, and its layers as a dict, keyed by path.
 
-    If several paths refer to the same layer, only one of them is a key.
+    The path of a block or layer ends with a dot, and the path of the model is empty. If several paths refer to the same
+    layer, only one of them is a key.
     """
     found: dict[int, tuple[str, Any]] = {}
 

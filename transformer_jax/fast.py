@@ -82,8 +82,8 @@ def attend_by_blocks(
 ) -> Float[Array, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
-    The blocks avoid storing all attention weights at once. Taps and dropout require all weights, so they disable
-    blocks.
+    The blocks avoid storing all attention weights at once. If a tap or dropout is used, attention isn't computed in
+    blocks, because taps and dropout require the full array of attention weights.
     """
     if tap is not no_tap or dropout is not None or query.shape[2] <= QUERY_BLOCK:
         return scaled_dot_product_attention(query, key, value, mask, dropout, tap)

@@ -1,6 +1,6 @@
 """Training on several devices with a mesh, over which JAX distributes arrays and computations.
 
-The trainer shards the arrays of the model, which you can still call. If the arrays are sharded over several processes,
+The trainer shards the model's arrays. You can still call the model. If the arrays are sharded over several processes,
 call the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is
 always ``global``, which takes no extra time. By default (``jax_threefry_partitionable``), random bits depend only on
 their position in the mask, so each device generates only the bits for its part. ``local`` has the same effect as
@@ -67,7 +67,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh that ``make_mesh`` or the user created. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``jax.sharding.Mesh``.
@@ -167,7 +167,8 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
     """
     if mesh is None:
         return arrays
-    # Without these constraints, XLA may choose to gather the activations and divide the sums of a matmul instead.
+    # Without these constraints, XLA may shard a matmul differently: it may gather the activations, and divide the sums
+    # in the matmul among the devices.
     return {
         name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
         for name, array in arrays.items()

@@ -124,7 +124,7 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Return a JAX array, which may be traced, unchanged. Convert anything else to a NumPy array."""
+    """Return a JAX array unchanged, even if it is traced. Convert any other value to a NumPy array."""
     return value if isinstance(value, Array) else to_array(name, value)
 
 
@@ -183,7 +183,7 @@ def to_numpy(array: Array) -> np.ndarray:
 
 @contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compile with few optimizations within this context, for tests and short programs.
+    """Compile with few optimizations within this context, for example in tests and short programs.
 
     The context affects searches and ``gradients`` if they are called within the context, and a ``Trainer`` if it is
     created within the context. Compilation takes 80% less time, but the compiled code is slower. Results agree up to

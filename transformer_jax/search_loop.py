@@ -62,7 +62,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
 
 @compiled(static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
-    """Take steps up to ``last``, or until all sequences are finished. Also return whether a sequence is unfinished."""
+    """Take steps up to ``last`` or until all sequences are finished. Also return whether any sequence is unfinished."""
     model = _build(structure, leaves)
 
     def step(carry):

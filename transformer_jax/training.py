@@ -133,8 +133,8 @@ class Trainer:
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed, the step number, and whether
             ``jax_enable_x64`` is on.
-        mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. Pass the full batch in every
-            process. If None, only the model's device is used.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch among the mesh's devices. Pass the full batch in
+            every process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
 
@@ -143,9 +143,10 @@ class Trainer:
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
-        ValueError: If not all parameters are in float32 or all in float64, mixed precision is combined with float64,
-            the mesh can't divide the model, a parameter or another variable has no canonical name, two canonical names
-            refer to the same parameter, the model is an ensemble or has no values, or another value is invalid.
+        ValueError: If the parameters are neither all in float32 nor all in float64, if mixed precision is combined with
+            float64, if the mesh can't divide the model, if a parameter or another variable has no canonical name, if
+            two canonical names refer to the same parameter, if the model is an ensemble or has no values, or if another
+            value is invalid.
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 
@@ -172,7 +173,8 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
-        # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the step.
+        # Commit the arrays to their devices. The results of a step are committed, and JAX would recompile the second
+        # step if the inputs of the first step were not.
         parameters = place(jax.tree.map(jnp.asarray, parameters_of(model)), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
@@ -202,7 +204,7 @@ class Trainer:
         settings, config = self.settings, self.model.config
         parameters = parameters_of(self.model)
         batch, random_bits = self._take(parameters, source_ids, target_ids, labels)
-        # Compute the numbers that change from step to step in Python, so they are exact even if float64 is off in JAX.
+        # Compute the numbers of this step in Python, so that they are exact even if float64 is off in JAX.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
@@ -361,8 +363,8 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     parameters, optimizer = optimizer.update(
         parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
     )
-    # Return the optimizer first. JAX assigns donated buffers to results of the same shape in order, and the parameters
-    # must not get the buffers of the old moments.
+    # The optimizer must be the first result. JAX assigns donated buffers to results of the same shape in order, and the
+    # parameters must not get the buffers of the old moments.
     return optimizer, parameters, (total / count, tokens, norm)
 
 

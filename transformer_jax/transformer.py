@@ -295,7 +295,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a transformer_jax.Transformer: got {type(model)}")
     table = getattr(getattr(model, "source_embedding", None), "embedding", None)
-    if not isinstance(table, nnx.Variable):  # a layer of the user
+    if not isinstance(table, nnx.Variable):  # a user-defined layer
         return
     if isinstance(table.get_raw_value(), jax.ShapeDtypeStruct):
         raise ValueError("model must have values: got only shapes; call set_weights(model, weights) first")

@@ -73,16 +73,17 @@ def parameter_of(model: Model, name: str) -> nnx.Param:
 
 
 def check_layers(model: Model, *, adapters: bool = False) -> None:
-    """Check that each layer computes with its canonical parameters only.
+    """Check that each layer computes only with parameters that have a canonical name.
 
     Args:
         model: Model to check.
-        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer, and a parameter with two canonical names.
+        adapters: True allows layers to be instances of ``nnx.LoRALinear`` instead of linear layers. It also allows two
+            canonical names to refer to the same parameter.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, a parameter or another variable of the forward pass
-            has no canonical name, two canonical names refer to the same parameter, a tied output projection uses a
-            different matrix, or the model contains only shapes.
+        ValueError: If a layer may compute with other parameters, if a parameter or another variable of the forward pass
+            has no canonical name, if two canonical names refer to the same parameter, if the output projection is tied
+            but doesn't use the embedding matrix, or if the model contains only shapes.
     """
     adapted: set[int] = set()  # parameters of adapters
     first_names: dict[int, str] = {}

@@ -39,7 +39,10 @@ def initial(initializer: Any) -> Any:
 
 
 def seed_states(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Return the state of each random generator in a layer and its inner layers, such as dropout and noise."""
+    """Return the states of all random generators in a layer and its inner layers.
+
+    For example, dropout and noise layers contain random generators.
+    """
     return [generator.state for inner in layer._flatten_layers() for generator in inner._seed_generators]
 
 
@@ -198,8 +201,8 @@ class Block(Configured, keras.layers.Layer):
         Pass the training mode and all masks as options. During the recomputation, the mode of the outer call isn't
         available, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # In the call and in the recomputation, dropout uses the current state of its generator. With Keras' RematScope,
-        # the masks would differ.
+        # The recomputation must sample the same dropout masks as the call. Therefore, both use the states of the random
+        # generators before the call. With Keras' RematScope, the masks would differ.
         states = seed_states(self)
         seeds = [state.value for state in states]
         later: list[Any] = []

@@ -39,7 +39,7 @@ def check_call(name: str, model: Any) -> None:
 
 
 def check_scope(name: str) -> None:
-    """Raise a RuntimeError in a ``keras.StatelessScope``, whose values neither a trace nor the optimizer reads."""
+    """Raise a RuntimeError in a ``keras.StatelessScope``, because traces and the optimizer don't read its values."""
     if keras.src.backend.in_stateless_scope():
         raise RuntimeError(
             f"{name} must be called outside of keras.StatelessScope; assign the values to the model's variables instead"
@@ -116,10 +116,10 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
 
 
 def _layer_keys(model):
-    """Return a key for each layer, which changes if a trace would use an old variable or attribute of the layer.
+    """Yield a key for each layer. The key changes if a trace would use an outdated variable or attribute of the layer.
 
-    It contains the identities of variables, because Keras replaces some variables when it adds others, for example for
-    LoRA.
+    The key contains the identities of variables, because Keras replaces some variables when it adds others, for example
+    for LoRA.
     """
     for layer in model._flatten_layers():
         held, variables = vars(layer), (*layer._trainable_variables, *layer._non_trainable_variables)
@@ -145,7 +145,11 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return a ``TensorSpec`` that allows IDs of any [rows, length], but other arrays of only the given shape."""
+    """Return a ``TensorSpec`` for an array.
+
+    If the array contains IDs, the spec allows any number of rows and any length. Otherwise, it allows only the shape of
+    the array.
+    """
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)

@@ -41,8 +41,8 @@ def attend_by_blocks(
 ) -> Float[Tensor, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
-    The blocks avoid storing all attention weights at once. Taps and dropout require all weights, so they disable
-    blocks.
+    The blocks avoid storing all attention weights at once. If a tap or dropout is used, attention isn't computed in
+    blocks, because taps and dropout require the full array of attention weights.
     """
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
@@ -59,7 +59,7 @@ def _attend_in_blocks(query, key, value, mask):
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
-    if mask is not None and mask.shape[2] is None:  # traced for all lengths, one of which may broadcast
+    if mask is not None and mask.shape[2] is None:  # unknown in a trace; it may be 1
         mask = tf.broadcast_to(mask, [*tf.unstack(tf.shape(mask)[:2]), length, tf.shape(mask)[3]])
     if mask is not None and mask.shape[2] > 1:
         mask = tf.pad(mask, padding)

@@ -56,7 +56,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh that ``make_mesh`` or the user created. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``MirroredStrategy`` or ``MultiWorkerMirroredStrategy``.

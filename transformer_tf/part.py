@@ -55,7 +55,7 @@ class Part(Configured, keras.Model):
     part: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check that a subclass of ``Transformer`` can be called with both IDs.
+        """Check that a subclass of ``Transformer`` accepts ``source_ids`` and ``target_ids``.
 
         Raises:
             TypeError: If ``call`` has different parameters.
@@ -137,7 +137,7 @@ class Part(Configured, keras.Model):
         with placed(device), loading() as scope:
             model = cls(config, dtype=policy, fast=fast)
         for variable in model.variables:
-            if (value := scope.get_current_value(variable)) is not None:  # a subclass assigned it in its constructor
+            if (value := scope.get_current_value(variable)) is not None:  # assigned in a subclass's constructor
                 variable.assign(value)
         model.device = device
         set_weights(model, weights)
@@ -153,7 +153,8 @@ class Part(Configured, keras.Model):
         if self.part is not None:
             args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
         elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
-            args, options = (), self._take_both(*args, **options)  # Keras extends messages of errors in `call`
+            # Check the inputs here. If `call` raised an error, Keras would append text to the error message.
+            args, options = (), self._take_both(*args, **options)
         outputs = super().__call__(*args, **options)
         if self.part == "encoder" and keras.backend.is_keras_tensor(outputs):
             given = {**dict(zip(("source_ids", "source_mask"), args, strict=False)), **options}

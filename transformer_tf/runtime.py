@@ -145,7 +145,7 @@ def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[T
 
 @contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compile nothing within this context, for tests and short programs.
+    """Disable compilation within this context, for example in tests and short programs.
 
     A search and a ``Trainer`` without a mesh run eagerly, so they don't wait for TensorFlow to trace or for XLA to
     compile. Each call takes longer. Results agree up to rounding.

@@ -272,7 +272,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n, and None because the rows are not reordered."""
+        """Given the logits, return the state after step n and None, which means that the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index, size = self.choose(log_probabilities, n, plan), keras.ops.shape(self.scores)
         best = tf.reshape(tf.gather(log_probabilities, index, batch_dims=1), size)  # propagates NaN
@@ -307,7 +307,7 @@ class Sample(Greedy):
         sums = tf.cumsum(probs, -1)
         drawn = tf.reshape(tf.gather(plan.uniforms, n - 1, axis=2), [-1, 1]) * sums[:, -1:]  # [R, 1]
         below, last = (tf.reduce_sum(tf.cast(x, tf.int32), -1) for x in (sums <= drawn, probs > 0.0))
-        rank = tf.minimum(below, last - 1)  # ``drawn`` may round up to the sum
+        rank = tf.minimum(below, last - 1)  # rounding may make ``drawn`` equal to the last sum
         return tf.gather(index, rank, batch_dims=1)
 
 

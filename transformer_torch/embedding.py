@@ -218,5 +218,5 @@ class TiedProjection(nn.Module):
 
 
 def _draw_table(weight: Tensor) -> None:
-    if not weight.is_meta:  # on the meta device, the initialization would only import SymPy
+    if not weight.is_meta:  # on the meta device, ``normal_`` would import SymPy without initializing any values
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

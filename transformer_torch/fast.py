@@ -138,7 +138,7 @@ def _mark_masks(stack, args, kwargs):
 def _marked(mask):
     if type(mask) is not Tensor or mask.dtype != torch.bool or debug_unwrap(mask) is not mask:
         return mask
-    mask = mask.view(mask.shape)  # mark a separate tensor, because the caller may change the mask
+    mask = mask.view(mask.shape)  # mark a view, because the caller may change the mask later
     is_all = mask.all()
     is_square = mask.shape[-1] == mask.shape[-2]
     is_causal = (mask == causal_mask(mask.shape[-1], mask.device)).all() if is_square else torch.zeros_like(is_all)
@@ -191,7 +191,7 @@ def check_addition(position: nn.Module, vectors: Float[Tensor, "L d_model"]) -> 
 
 
 def _is_custom(module):
-    """Return whether a module may run code that isn't part of PyTorch or this package, or compiled code."""
+    """Return whether a module may run compiled code, or code that isn't part of PyTorch or this package."""
     is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
     is_own = type(module).__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
     replaced = (name for name, value in vars(module).items() if callable(value) and hasattr(type(module), name))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
 LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster with few rows
-LARGE_PRODUCT = 2**19  # minimum number of multiplications for which oneDNN's layout is faster if oneDNN is on
+LARGE_PRODUCT = 2**19  # if a matmul has fewer multiplications, MKL's layout is faster, even if oneDNN is on
 
 
 def is_on() -> bool:

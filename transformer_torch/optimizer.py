@@ -78,7 +78,10 @@ class Adam(torch.optim.Adam):
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts tensors of only one mesh."""
+    """Group tensors by their device mesh, because a fused kernel accepts tensors of only one mesh.
+
+    Tensors without a mesh form a separate group.
+    """
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

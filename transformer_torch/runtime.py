@@ -136,7 +136,7 @@ def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
         return None
     try:
         return ids.numpy() if debug_unwrap(ids) is ids else None
-    except RuntimeError:  # a transform of torch.func may give a tensor without storage
+    except RuntimeError:  # in a torch.func transform, a tensor may have no storage
         return None
 
 

@@ -274,7 +274,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n, and None because the rows are not reordered."""
+        """Given the logits, return the state after step n and None, which means that the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = log_probabilities.gather(1, index[:, None]).reshape(self.scores.shape)
@@ -309,8 +309,8 @@ class Sample(Greedy):
         probs = torch.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
         sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        # ``drawn`` may round up to the sum.
-        rank = torch.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1).clamp(min=0)  # 0 if there is NaN
+        # Rounding may make ``drawn`` equal to the last sum. If the probabilities are NaN, the rank is 0.
+        rank = torch.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1).clamp(min=0)
         return index.gather(1, rank[:, None])[:, 0]
 
 

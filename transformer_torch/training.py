@@ -50,7 +50,7 @@ from transformer_torch.weights import (
 )
 
 DRAWING = RLock()  # serializes the use of PyTorch's default generator
-TRAINING: list[nn.Module] = []  # models in a step: more than one only if a hook trains a different model
+TRAINING: list[nn.Module] = []  # models that are in a training step; more than one if a hook trains another model
 MIXED_BFLOAT16 = True  # this backend supports bfloat16 computation with float32 weights
 
 
@@ -116,7 +116,7 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     with inference(model), parametrize.cached():  # a parametrized layer computes its weight only once
         # Without requires_grad_, a tap after frozen layers would have no gradient.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
-        weights = computed_with(transformer)  # after the call, because a pruned layer computes its weight there
+        weights = computed_with(transformer)  # after the call, which computes the weights of pruned layers
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
@@ -153,8 +153,8 @@ class Trainer:
         model: Model, or a module that wraps it, in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``. Each step divides the batch over the mesh's devices. Pass the full batch in every
-            process. If None, only the model's device is used.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch among the mesh's devices. Pass the full batch in
+            every process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
         compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, but later
@@ -165,8 +165,8 @@ class Trainer:
 
     Raises:
         TypeError: If the module contains no ``Transformer``, or another argument has the wrong type.
-        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
-            divide the model, a mesh already shards the model, or another value is invalid.
+        ValueError: If the model is not in float32 or float64, if mixed precision is combined with float64, if the mesh
+            can't divide the model, if a mesh already shards the model, or if another value is invalid.
     """
 
     def __init__(

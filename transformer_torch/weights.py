@@ -36,7 +36,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config or overflow its dtype. The model is then unchanged.
+        ValueError: If the weights don't match the model's config, or if a weight overflows the model's dtype. In these
+            cases, the model is unchanged.
     """
     check_weights(model.config, weights, part=model.part)
     found = parameters(model)
@@ -134,7 +135,7 @@ def check_tie(model: Any, *_: Any) -> None:
 
 
 def _layer(model, path):
-    """Return the layer at a path. Raise a ValueError if its forward pass isn't one of this package's layers."""
+    """Return the layer at a path. Raise a ValueError unless a class in ``OWN_LAYERS`` has the same ``forward``."""
     layer = find(model, path)
     layer = getattr(layer, "_orig_mod", layer)  # unwrap torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
