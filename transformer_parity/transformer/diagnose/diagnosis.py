@@ -106,8 +106,8 @@ def diagnose(
         port: The port's name in messages.
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try, or None to try all known bugs and conventions.
-        others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
-            reference in a case, None replaces the tensors. An exact candidate must also reproduce these cases.
+        others: Other cases of the same model, which an exact candidate must also reproduce. Each case is paired with
+            the port's tensors, or with None if the port agrees with the reference in this case.
     """
     known = candidates(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)
@@ -164,7 +164,7 @@ def _apart_from_loss(
 ) -> Diagnosis | None:
     """Search for candidates that reproduce only the losses, or only the gradients.
 
-    The function compares only the losses if all other tensors agree, and only the gradients if the loss agrees.
+    If only losses differ, the function compares only losses. If only gradients differ, it compares only gradients.
 
     Returns:
         The diagnosis, or None if both the loss and the gradients differ or no candidate reproduces these tensors.
@@ -186,7 +186,7 @@ def _apart_from_loss(
         return None
     if of_both:
         return _exact(port, of_both, tried)
-    return replace(_exact(port, confirmed, tried, note), config={})  # no config changes only the loss or its gradient
+    return replace(_exact(port, confirmed, tried, note), config={})  # each convention affects the loss and its gradient
 
 
 def _named_in_search(
@@ -273,9 +273,9 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the attempts with a bug in one place that reproduce every tensor, and the list of all attempts.
+    """Try bugs in single places. Return the attempts that reproduce every tensor, and the list of all attempts.
 
-    The function tries larger places first. It stops at the first size for which an attempt reproduces every tensor.
+    Places with the most parts come first. If an attempt is exact, the function doesn't try places with fewer parts.
     """
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
@@ -355,7 +355,7 @@ def _exact(
 ) -> Diagnosis:
     """Return a diagnosis with the candidates that reproduce every value, and the error of the next best candidate.
 
-    If one of them is a convention, the diagnosis omits bugs in one place, because a port can declare a convention.
+    If a candidate changes only conventions, omit bugs in single places, because the port can declare the conventions.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     if any(all(map(is_convention, attempt.candidate.parts)) for attempt in exact):

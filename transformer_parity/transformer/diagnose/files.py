@@ -1,4 +1,4 @@
-"""Create failure reports on tensors that were read from files, without running a port."""
+"""Create failure reports for tensors that were read from files, without running a port."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def _report_on_files(
 
 
 def _with_rate(found: Diagnosis, case: Case, actual: Arrays) -> Diagnosis:
-    """If the first training step is too long by a constant factor, add this factor to the diagnosis."""
+    """If the first training step is too large or too small by a constant factor, add this factor to the diagnosis."""
     rate = first_step_in_words(case, actual)
     return with_first(found, [rate]) if rate else found

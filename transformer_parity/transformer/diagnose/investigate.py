@@ -274,7 +274,7 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Bug],
     ) -> Diagnosis:
-        """Return a diagnosis for outputs that differ only without taps.
+        """Return a diagnosis for outputs that differ only if the port runs without taps.
 
         The diagnosis contains the candidates that reproduce these outputs. If there are none, it states how the outputs
         differ from the outputs with taps.
@@ -316,7 +316,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Report that the port keeps state, if the case agrees on a newly loaded model. Return "" otherwise."""
+        """If a newly loaded port agrees with the reference, report that the port keeps state. Return "" otherwise."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):
@@ -367,9 +367,9 @@ def shared(case: Case) -> tuple[object, ...]:
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     """Return the first failure of each stage in float64, or in float32 if there are no failures in float64.
 
-    If activations fail, return only their first failure, because the failures of other stages may follow from it. Omit
-    optimizer steps if gradients fail. Also omit them if searches fail and the only tensors that differ in the steps are
-    the tokens of searches between two steps.
+    If the ``activations`` stage fails, return only its first failure, because it may cause the failures of other
+    stages. Omit the ``steps`` stage if the ``gradients`` stage fails. Also omit the ``steps`` stage if the ``decode``
+    stage fails and only tokens differ in the ``steps`` stage. These tokens come from searches between two steps.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):

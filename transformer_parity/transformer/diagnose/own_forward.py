@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-ROUNDING = 1e-9  # absolute and relative difference between logits that float64 rounding can cause
+ROUNDING = 1e-9  # maximum absolute and relative differences between logits due to float64 rounding
 FIRST = "compare activations first, using --stage activations"
 EMPTY = "at token 1, no previous token is cached yet, so a wrong cache is not the cause"
 FULL = (
@@ -41,8 +41,8 @@ def beside_forward(
     Args:
         port: The port to rerun.
         placement: Float64 and the device on which to run the port.
-        shown: Pairs of a case and the port's tensors, all in one stage. If the port agrees with the reference in a
-            case, None replaces the tensors.
+        shown: Cases of one stage. Each case is paired with the port's tensors, or with None if the port agrees with
+            the reference in this case.
 
     Returns:
         A sentence about the first case in which ``forward`` is wrong or the search contradicts it; empty if there is
@@ -77,7 +77,9 @@ def beside_forward(
 
 
 def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
-    """Describe the first token of a greedy search that doesn't have the largest of the given logits, if there is one.
+    """Describe the first token that a greedy search chose although an allowed token has a larger logit.
+
+    Return "" if there is no such token.
 
     Args:
         case: A case with a greedy search.
@@ -95,7 +97,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     if not departs.any():
         return ""
     step = int(np.flatnonzero(departs.any(0))[0])
-    sentence = int(np.flatnonzero(departs[:, step])[0])  # the first sentence that departs at this step
+    sentence = int(np.flatnonzero(departs[:, step])[0])  # the first sentence with a wrong choice at this step
     said, right = ids[sentence, step], best[sentence, step]
     found = (
         f"at token {step + 1} of sentence {sentence}, the search returns {_named(said, config)}, but `forward` prefers "

@@ -28,7 +28,7 @@ IN_FILES = (
     "in "
     "the manifest: `parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
 )
-FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than rounding
+FAR = {"float64": SAME, "float32": 1e-5}  # larger relative errors are not rounding errors
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
@@ -90,7 +90,10 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, isolated: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return pairs of both arguments: first only the sentences without padding, if any, and then all sentences."""
+    """Return pairs of ``isolated`` and ``wanted``: first without the padded sentences, and then with all sentences.
+
+    If no sentence is padded, or if every sentence is padded, return only the pair with all sentences.
+    """
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
     if isolated.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
@@ -111,10 +114,10 @@ def of_tensors(
         found: The diagnosis.
         differing: The tensors of the case, and which of them differ.
         findings: Findings about the stage of the case.
-        others: Pairs of a different case of the model and the port's tensors. If the port agrees with the reference in
-            a case, None replaces the tensors.
-        measured: Function that adds statements based on measurements in gradients, steps, and searches. These
-            statements are more specific than patterns.
+        others: Other cases of the same model. Each case is paired with the port's tensors, or with None if the port
+            agrees with the reference in this case.
+        measured: Function that adds more specific statements than patterns, such as the factor by which the first
+            training step is too large.
     """
     if nowhere := not_finite(differing):
         found = replace(found, sentence=nowhere, confidence=LIKELY)
@@ -143,14 +146,15 @@ def of_place(
     found = with_statements(found, errors, evidence)
     if case.stage != ACTIVATIONS or differing is None:
         return found
-    # In activations, a pattern can have many causes, so it never becomes the diagnosis.
+    # A pattern in activations can have many causes, so it is only an additional statement, not the diagnosis itself.
     return replace(found, signatures=(*found.signatures, *patterns(differing), *among_cases(findings, case, others)))
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If the cause is unknown, the first statement becomes the diagnosis. The list never becomes the diagnosis.
+    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list of wrong places is
+    always an additional statement.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
@@ -177,7 +181,7 @@ def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements to a diagnosis. If the cause is unknown, the first statement becomes the diagnosis."""
+    """Add statements to a diagnosis. If the cause is unknown, the first statement becomes its main sentence."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []

@@ -34,7 +34,7 @@ USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRIT
     "overwritten",
 )
 WRONG = (OVERWRITTEN, RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
-CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative changes that are larger than rounding
+CHANGED = {"float64": 1e-11, "float32": 1e-5}  # larger relative changes are not rounding errors
 Weights = Mapping[str, ndarray]
 
 
@@ -220,7 +220,11 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the result for a weight that the port uses in the correct place. The weight may be transposed."""
+    """Return the result of the audit for a weight that first affects the same tensor as in the reference.
+
+    The weight may be transposed. ``tap`` is empty if the weight affects no compared tensor, neither in the port nor in
+    the reference.
+    """
     weight = weights[name]
     if not tap:
         return Fate(name, HIDDEN, "changing this weight affects no compared tensor")
@@ -239,7 +243,10 @@ def _fate_of_the_unused(
     usual: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the result for a weight without effect, with the value that the port uses instead if it can be found."""
+    """Return the result of the audit for a weight that has no effect.
+
+    If the port uses a different value instead of the weight, the result names this value.
+    """
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED

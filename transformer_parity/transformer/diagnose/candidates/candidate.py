@@ -143,9 +143,10 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
 
 
 def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
-    """Return one candidate per alternative value of each convention, and one per preset with all its conventions.
+    """Return candidates that change one convention, and candidates that use all conventions of a preset.
 
-    A convention is a config field on which published implementations differ.
+    A convention is a config field on which published implementations differ. For each convention, the function returns
+    one candidate per alternative value.
     """
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
@@ -194,7 +195,10 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Bug]:
-    """Return bugs that load weights into the wrong layer, norm, or attention block, round them, or set some to zero."""
+    """Return bugs that load weights into the wrong place, round weights, or use a zero embedding for padding.
+
+    The wrong place is a different layer, norm, or attention block.
+    """
     others: dict[str, Renames] = {
         **{
             f"{what} of the {where} layer": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}

@@ -1,7 +1,8 @@
-"""Places: the parts of the model to which a known bug can be limited, such as one layer or one kind of attention.
+"""Places: the model parts in which the diagnosis tries a known bug, such as one layer or one kind of attention.
 
-A bug edits a class, so it affects every instance of the class. To limit the bug to one place, the diagnosis loads one
-model with the bug and one model without it. It then copies the parts in this place from the first model to the second.
+A bug edits a class, so it affects every instance of the class. To try the bug in only some parts, the diagnosis
+loads one model with the bug and one model without it. In the model without the bug, it then replaces these parts with
+the same parts of the model with the bug.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Atom:
-    """The smallest unit to which a bug can be limited: a model part, or the residual connection of a sub-layer."""
+    """The smallest unit in which a bug is tried: a model part, or one sub-layer with its residual connection."""
 
     shown: str
     part: str
@@ -83,9 +84,10 @@ class _Atom:
 
 
 def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[Bug]) -> list[tuple[Bug, Place]]:
-    """Return all pairs of a known bug and a place to which it can be limited, with larger places first.
+    """Return pairs of a known bug and a place in which to try the bug.
 
-    In the ``activations`` stage, the result includes only places that may have introduced a difference.
+    Places with the most model parts come first. In the ``activations`` stage, the result includes only places that may
+    have introduced a difference.
 
     Args:
         case: The case that the port ran.
@@ -108,10 +110,10 @@ def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[
 def placed(
     bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
 ) -> Iterator[tuple[Bug, Place]]:
-    """Yield a bug limited to each possible place, with the place.
+    """Yield pairs of a bug and a place in which to try it. The bug in a pair contains only the edits for this place.
 
     Args:
-        bug: The bug. If it changes fewer than two parts, it can't be limited further.
+        bug: The bug. If it changes fewer than two parts, the function yields nothing.
         config: Config of the model.
         weights: Weights of the model, to determine which of them the bug converts.
         introduced: Ranges of taps that may have introduced a difference (see ``intervals``); empty if unknown.
@@ -153,7 +155,7 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
 
 
 def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
-    """Return the units to which a bug can be limited, or an empty list if it can't be limited."""
+    """Return the units that a bug changes, or an empty list if the bug can't be tried in individual units."""
     edits = tuple(bug.edits.get("numpy", ()))
     parts = list(_parts(config))
     if bug in EVERYWHERE:  # each of these bugs consists of one edit per sub-layer
@@ -196,7 +198,7 @@ def _changes(source: str, part: str) -> bool:
 
 
 def _parts(config: TransformerConfig) -> Iterator[str]:
-    """Yield the attribute paths of all model parts to which bugs may be limited, in the order of computation."""
+    """Yield the attribute paths of all model parts in which bugs are tried, in the order of computation."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
@@ -211,9 +213,10 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
-    """Yield groups of atoms with a description: each stack, each type of block, each atom, and each layer.
+    """Yield groups of atoms, each with a description.
 
-    The last group contains all possible atoms.
+    The groups are the stacks, the blocks of each type, the single atoms, and the layers. The last group contains all
+    atoms in ``possible``.
     """
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
@@ -235,7 +238,10 @@ def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple
 
 
 def _span(part: str, taps: Sequence[str]) -> range:
-    """Return the range of the taps that a part computes, or the first tap that depends on it if it has no taps."""
+    """Return the range of the taps that a part computes.
+
+    If the part has no taps, the range contains only the first tap that depends on the part.
+    """
     own = [i for i, tap in enumerate(taps) if tap.startswith(f"{part}.")]
     if not own:
         stack, _, name = part.partition(".")

@@ -12,7 +12,7 @@ from transformer_parity.transformer.diagnose.candidates.trials import Attempt, T
 from transformer_spec.config import TransformerConfig
 
 DEPTH = 3  # maximum number of bugs in a combination
-PROMISING = 6  # number of candidates to which every other bug is added
+PROMISING = 6  # maximum number of candidates that are combined with further bugs
 BEAM = 4  # number of combinations that are extended in each round, for cases without taps
 ATTEMPTS = 1000  # maximum number of combinations to try in cases without taps; 100 of them take about a second
 
@@ -89,7 +89,7 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Remove parts without any effect from an exact attempt, one at a time, and return the resulting attempts."""
+    """Remove unnecessary parts from an exact attempt, one at a time, and return the attempt after each removal."""
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:

@@ -1,4 +1,4 @@
-"""Trials: run the reference with the changes of a candidate, and compare the results with the tensors of a port."""
+"""Trials: run the reference with a candidate's changes, and compare the results with a port's tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attempt:
         candidate: The candidate that was tried.
         matched: Number of tensors that match before the first mismatch.
         of: Number of tensors to compare.
-        worst: Largest relative error among the tensors up to the first mismatch and the last tensor.
+        worst: Largest relative error of the last tensor and of all tensors up to and including the first mismatch.
     """
 
     candidate: Candidate
@@ -54,8 +54,8 @@ class Trials:
     Attributes:
         case: The case that the port ran.
         actual: The port's tensors, in the order of computation.
-        others: Pairs of a different case of the same model and the port's tensors. If the port agrees with the
-            reference in a case, None replaces the tensors.
+        others: Other cases of the same model. Each case is paired with the port's tensors, or with None if the port
+            agrees with the reference in this case.
         names: Names of the tensors to compare, in ``case`` and in ``others``.
     """
 
@@ -121,11 +121,11 @@ class Trials:
         return True
 
     def differing_cases(self) -> Trials:
-        """Return trials that include only the other cases in which the port differs."""
+        """Return trials whose ``others`` contains only the cases in which the port differs."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:
-        """Return trials limited to the other cases with the same type of search: greedy or beam search.
+        """Return trials whose ``others`` contains only cases with the same type of search (greedy or beam search).
 
         Return None if the port fails with both types.
         """
@@ -147,7 +147,7 @@ def _beginnings(case: Case) -> Iterator[Case]:
 
 
 def observed(candidate: Candidate, case: Case) -> Arrays | None:
-    """Return the tensors of the reference with the changes of a candidate, or None if the candidate can't be run.
+    """Return the tensors of the reference with a candidate's changes, or None if the candidate can't be run.
 
     The result is cached, because the next port may fail on the same case.
     """

@@ -61,9 +61,9 @@ class Subject:
         truth: The reference in float64.
         same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
             float64.
-        own: The port's tensors. At positions that a correct model doesn't read, reruns use their values as inputs.
-        unread: Tensors with values for the positions that a correct model doesn't read. These values replace the
-            results of a run, but not given tensors.
+        own: The port's tensors. Reruns use the port's values as inputs at positions that a correct model doesn't read.
+        unread: Tensors whose values replace the results of a run at positions that a correct model doesn't read. If
+            ``run`` receives a value for a tap, it uses this value instead.
     """
 
     case: Case
@@ -77,7 +77,7 @@ class Subject:
 
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
-        """Return a subject for a case. Its reference is loaded with the case's weights."""
+        """Load the reference with the weights of a case, and return the subject for the case."""
         weights, load = rounded(case.load_weights(), dtype), DEFINITION.load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
@@ -224,7 +224,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if given:  # gradients after the first one depend on port values at padding, which are unknown
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
-    else:  # without gradients at taps, all differences may follow from one gradient or from the loss
+    else:  # without gradients at taps, a single wrong gradient or a wrong loss may have caused all differences
         marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 

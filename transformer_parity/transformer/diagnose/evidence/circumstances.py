@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformer_parity.transformer.cases.case import DECODE, Case
 
 EVIDENCE = 3  # minimum number of cases that agree and don't satisfy the condition
-EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes whose exact value can be a condition
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # conditions may require an exact value of these
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:

@@ -1,4 +1,4 @@
-"""Compare float64 tensors up to rounding errors, and express the factor between two tensors in model or batch sizes."""
+"""Compare float64 tensors up to rounding errors, and describe their ratio in terms of model or batch sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def without_heads(array: ndarray) -> ndarray:
 
 
 def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:
-    """Return a phrase that expresses a factor in model or batch sizes, or an empty string if no size matches.
+    """Describe a factor in terms of the sizes of the model or batch, for example as ``1 / sqrt(d_k)``.
+
+    Return an empty string if the factor matches no size.
 
     Args:
         ratio: The factor.

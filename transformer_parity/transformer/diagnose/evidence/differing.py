@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # maps a description of parameters to a pattern for the end of their names
+KINDS = {  # maps a kind of parameter to a pattern that matches the end of the parameters' names
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # maps a description of parameters to a pattern for the end of their 
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # maps a description of parameters' location to a pattern for the start of their names
+PLACES = {  # maps a part of the model to a pattern that matches the start of its parameters' names
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
@@ -82,7 +82,10 @@ class Differing:
 
 
 def described(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return a description that fits only ``names`` among the parameters in ``every``, or a list of the first names."""
+    """Return a description that matches all parameters in ``names`` but no other parameters in ``every``.
+
+    If there is no such description, return the first three names and the number of remaining names.
+    """
     some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
     layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
     places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}
@@ -98,7 +101,7 @@ def described(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return a text with the first three names and the number of remaining names."""
+    """Return a string with the first three names and the number of remaining names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -175,7 +175,7 @@ def as_small_as_rounding(shown: Differing) -> str:
 
 
 def first_wrong_token(shown: Differing) -> str:
-    """Report in how many sentences a search returns different tokens, and the position of the first such token."""
+    """Report the number of sentences with different tokens after a search, and the position of the first such token."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
     mine, theirs = shown.actual[TOKENS], shown.truth[TOKENS]

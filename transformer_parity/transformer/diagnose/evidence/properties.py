@@ -1,6 +1,6 @@
-"""Test whether a port has the properties of every correct model, if the cause of its error is unknown.
+"""If the cause of a port's error is unknown, test whether the port has the properties of every correct model.
 
-The tests rerun the port and change something whose effect on a correct model is known. They run the same input twice,
+Each test reruns the port with a change whose effect on a correct model is known. The tests run the same input twice,
 each sentence in a separate batch, a sentence without its padding, a sentence with a different last token, and a model
 with slightly perturbed weights. Each statement describes the result of such a run. It is never inferred from the size
 of an error.
@@ -28,7 +28,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 from transformer_spec.config import TransformerConfig
 
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative tolerance; rounding may depend on the batch shape
-SMALL = 2.0**-6  # rounding to any supported dtype has smaller relative errors
+SMALL = 2.0**-6  # rounding to any supported dtype causes smaller relative errors
 LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smaller relative errors are normal
 NOISE = 30.0  # rounding can't explain effects larger than this multiple of the rounding error
 LEAST = 1e-6  # minimum relative perturbation; float32 weights can't represent much smaller changes
@@ -47,7 +47,7 @@ Ids = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs a port in one dtype and the float64 reference on the inputs of a case, with different weights."""
+    """Runs a port in one dtype and the reference in float64. The weights are arguments of the methods."""
 
     case: Case
     port: Implementation
@@ -65,7 +65,7 @@ class _Runs:
 
 
 def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
-    """Return the properties of a correct model that a port lacks, in the order in which to investigate them.
+    """Return the properties that a correct model has but a port lacks, in the order in which to investigate them.
 
     Args:
         case: A case that runs the full model on source and target IDs.
@@ -94,7 +94,7 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
 
 
 def output(loaded: LoadedPort, inputs: Ids, config: TransformerConfig) -> ndarray:
-    """Run a model on copies of the inputs, and return the logits, with zeros at padding at the end of a target."""
+    """Run a model on copies of the inputs, and return the logits. The logits at trailing padding of a target are 0."""
     found = np.asarray(loaded.run("", given(inputs, "float64"), taps=True).output, np.float64)
     read = before_padding(inputs["target_ids"], config.pad_id)
     return np.where(read[:, :, None], found, 0.0)
@@ -201,7 +201,7 @@ def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, sa
 
 
 def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Replace the last token of a target, and then remove it. Neither change may affect earlier logits."""
+    """Replace or remove the last token of a target. Neither change may affect earlier logits."""
     rows = np.flatnonzero((inputs["target_ids"] != config.pad_id).all(1))[:1]
     if not len(rows) or inputs["target_ids"].shape[1] < 2:
         return
@@ -237,7 +237,7 @@ def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same
 
 
 def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Replace each token of a sentence without padding, which must change the logits that depend on it."""
+    """Replace one token at a time in an unpadded sentence. This must change logits that depend on the token."""
     if same > min(SAME.values()) and same not in SAME.values():  # rounding may hide the effect of a token
         return
     whole = [(inputs[f"{side}_ids"] != config.pad_id).all(1) for side in ("source", "target")]

@@ -1,7 +1,7 @@
 """Signatures: recognizable patterns in the error of a block, for errors that no candidate explains.
 
-The functions compare two tensors: the result that a block computed from correct inputs, and the correct result. Only a
-few bugs cause each of these patterns. In contrast, an error of a given size or at a given position can have many
+The functions compare two tensors: the result that a block computed from correct inputs, and the correct result. Each
+pattern has only a few possible causes. In contrast, an error of a given size or at a given position can have many
 causes, so ``places`` reports positions separately. Tensors have the same axes as their taps: the first axis is
 the sentence, the second axis is the head if there are four axes, and the second-to-last axis is the position.
 """
@@ -48,7 +48,7 @@ def signatures(
         config: Config of the model.
         weights: Weights of the model, used to recognize a vector that is added or missing.
         far: Relative error above which an element is wrong.
-        case: The case with the batch, used to recognize batch sizes in a factor; None if the tensor is not a sum over
+        case: The case whose batch sizes may explain a factor between the tensors; None if the tensor is not a sum over
             the batch.
     """
     if actual.shape != wanted.shape:

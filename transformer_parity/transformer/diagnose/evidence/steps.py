@@ -34,7 +34,7 @@ PARTS = {  # maps a description of parameters to the prefixes of their names
 
 
 def rounded_weights(shown: Differing) -> str:
-    """Report that all float64 weights that differ after a step have only float32 precision."""
+    """Report that every float64 weight that differs after a step was rounded to float32."""
     names = [name for name in shown.wrong if shown.case.stage == STEPS and " weight " in name]
     if not names or not all(is_of(shown.actual[name], "float32") for name in names):
         return ""

@@ -1,4 +1,4 @@
-"""Measure a port's optimizer settings (betas, epsilon, and clip norm) and the length of its steps for each tensor."""
+"""Measure a port's optimizer settings (betas, epsilon, and clip norm) and the size of its update of each tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # without 1e-8, which is in the bug catalog
-CLOSE = 1e-3  # relative tolerance; epsilon changes a step by less, and one more step changes a correction by more
+CLOSE = 1e-3  # relative tolerance for a measured bias correction; the effect of epsilon is smaller
 GROUPS = 3  # maximum number of different factors in a sentence
 COUNTED = 200  # largest step number that is recognized in a bias correction
 RANGES = {  # ranges of log(epsilon), log(1 - beta), and the logarithm of clip norm / first gradient norm
@@ -141,13 +141,13 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
 
 
 def measured_number(trials: Trials) -> Attempt | None:
-    """Measure one optimizer setting that explains every tensor of a case, or return None if no setting does.
+    """Find one optimizer setting whose measured value explains every tensor of a case, or return None.
 
     In a single case, a larger epsilon can have the same effect as a smaller clip norm. Therefore, the function prefers
     a setting that explains all cases.
 
     Args:
-        trials: A training case with the port's tensors.
+        trials: The port's tensors in a training case.
     """
     case = trials.case
     if case.settings is None or case.restart or not any(" weight " in name for name in trials.names):
@@ -180,10 +180,10 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 
 
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
-    """Return the attempt with a measured value, rounded to the fewest digits with which it still explains every tensor.
+    """Round a measured value, and return the attempt with the rounded value.
 
-    Return None if the value doesn't explain every tensor. If multiple candidates use the value, prefer a candidate that
-    also reproduces all other cases.
+    The function uses the fewest digits for which the attempt reproduces every tensor. If ``MOST`` digits aren't enough,
+    it returns None. If multiple candidates use the value, prefer a candidate that also reproduces all other cases.
     """
     usual = getattr(trials.case.training, name)
 

@@ -22,7 +22,7 @@ from transformer_parity.transformer.stages.steps import shifted
 from transformer_spec.names import find
 
 Arrays = Mapping[str, ndarray]
-FITTED = 1e-8  # relative tolerance for losses and weights that the measured rates reproduce
+FITTED = 1e-8  # relative tolerance within which the measured rates must reproduce losses and weights
 SOLVED = 1e-14  # relative error of a loss at which the solver stops
 TRIES = 40  # iterations of the secant method
 FLOAT32 = 1e-6  # relative tolerance for comparing two rates

@@ -1,4 +1,4 @@
-"""Measure search rules in the tokens that a port returned: a minimum length and a repetition penalty."""
+"""Determine search rules from the tokens that a port returned: a minimum length and a repetition penalty."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
         case: A case with a greedy search.
         ids: The tokens that the search returned [B, T].
         best: The tokens that ``forward`` prefers [B, T].
-        departs: Mask [B, T] of the first token in each sentence that differs from the choice of ``forward``.
+        departs: Mask [B, T] that marks, in each sentence, the first token that ``forward`` doesn't prefer.
     """
     config, places = case.config, np.argwhere(departs).tolist()
     counts = before_the_end(ids, config)

@@ -41,7 +41,7 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return a bug whose name lists all given values, and whose edits use one of these equivalent values."""
+        """Return one bug for equivalent values. Its name lists all of the values, and its edits use one of them."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
@@ -50,11 +50,11 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """Yield the parameters that explain the port's tokens, once for each selection of other cases.
+    """For each element of ``kinds``, yield the parameters that explain the port's tokens in all of its cases.
 
     Args:
-        trials: A case with a search.
-        kinds: The same case, each with a selection of other cases that a candidate must reproduce.
+        trials: The port's tensors in a case with a search.
+        kinds: Variants of ``trials`` that contain different other cases, which a candidate must also reproduce.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})

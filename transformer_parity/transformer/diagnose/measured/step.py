@@ -1,4 +1,4 @@
-"""Measure the learning rate, the weight decay, and the positional encodings of a port in its tensors.
+"""Measure a port's learning rate, weight decay, and positional encodings, based on its tensors.
 
 Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the correct direction, but too
 far by the same factor, the learning rate of this step is too large by this factor. ``schedule`` measures the rate of
@@ -37,9 +37,9 @@ SURE = 1e-4  # maximum relative residual of a measured factor; float64 rounding 
 ROUNDED = 1e-6  # relative tolerance for rates that a port computes in float32
 SCHEDULE = "check the learning rate, which must be settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
-DECAYED = 1e-6  # relative tolerance for small differences between weights, which have large rounding errors
+DECAYED = 1e-6  # relative tolerance for weight differences; small differences have large relative rounding errors
 ANGLE = 1e-3  # maximum error of sin(x) if x is computed in float32, for 10,000 positions
-ADDED = 1e-14  # relative rounding error of a float64 sum; float32 numbers are 1e-8 apart
+ADDED = 1e-14  # relative rounding error of a float64 sum; rounding to float32 causes errors up to 6e-8
 ANGLES = 6  # number of channels whose angles are listed
 DIGITS = 12  # significant digits of a measured factor; rounding affects later digits
 
@@ -64,7 +64,7 @@ def rate_candidates(case: Case, shown: Arrays) -> list[Bug]:
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
-    """Report the factor by which the first step is too long or too short, or return "" if there is no such factor."""
+    """Report the factor by which the first step is too large or too small, or return "" if there is no such factor."""
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
@@ -145,7 +145,10 @@ def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
 
 
 def wavelength_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return a candidate with a different base of the wavelengths, measured at the second source position, or []."""
+    """Return a candidate with a different base of the wavelengths in the positional encodings.
+
+    The base is measured at the second source position. Return [] if it is 10000 or can't be measured.
+    """
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
         return []
