@@ -60,7 +60,10 @@ def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:
 
 
 def table(entries: Table, **common: Any) -> list[Bug]:
-    """Return the bugs in a table. ``common`` contains attributes of all bugs, which individual entries can override."""
+    """Convert a table to a list of bugs.
+
+    ``common`` contains attributes that apply to every bug. Individual entries can override them.
+    """
     found = []
     for place, named in entries.items():
         at, case = (place, {}) if isinstance(place, str) else (place[0], {"case": place[1]})
@@ -94,8 +97,8 @@ def together(*changes: Edits) -> Edits:
 def in_ports_alone(edits: Edits) -> Edits:
     """Return only the edits to the ports, without the edits to the reference.
 
-    The diagnosis then doesn't try the bug as a candidate. Bugs that cause exceptions, NaN, or rounding errors require
-    this, because the values that they produce don't identify them.
+    The diagnosis then doesn't try the bug as a candidate. Use this function for bugs that cause exceptions, NaN, or
+    rounding errors, because the diagnosis can't recognize these bugs by the values that a port returns.
     """
     return {port: edits[port] for port in ALL if port in edits}
 

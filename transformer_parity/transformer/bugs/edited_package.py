@@ -27,13 +27,13 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
 
     Args:
         package: Name of one of the four packages.
-        edits: Edits in the order in which to apply them. Each edit consists of the name of a module, a text that occurs
-            exactly once in this module, and the replacement for the text.
+        edits: Edits in the order in which to apply them. Each edit consists of the name of a module, a string that
+            occurs exactly once in the source code of the module, and the string that replaces it.
 
     Raises:
         ImportError: If the source of the package can't be found.
-        ValueError: If the text to replace doesn't occur exactly once in the module, for example because an earlier edit
-            has changed it.
+        ValueError: If the string to replace doesn't occur exactly once in the module, for example because an earlier
+            edit has changed it.
     """
     original = importlib.import_module(package)
     if not edits:

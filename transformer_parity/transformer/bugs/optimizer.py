@@ -34,7 +34,8 @@ def rate(new: str) -> Edits:
     return instead("training", old, new)
 
 
-# Adam's update as explicit formulas. Bugs in PyTorch edit these formulas, because they can't edit torch.optim.Adam.
+# Adam's update as explicit formulas. In the PyTorch package, bugs edit these formulas, because torch.optim.Adam is not
+# part of the package.
 WRITTEN_OUT = """with torch.no_grad():
             for theta in group["params"]:
                 state = self.state[theta]

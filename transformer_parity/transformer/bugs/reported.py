@@ -99,8 +99,8 @@ def activated(numpy: str, tf: str, of_x: str) -> Edits:
     """Return edits that replace the ReLU.
 
     Args:
-        numpy: Replacement for the entry of ReLU in NumPy's dict of activations.
-        tf: Replacement for the entry of ReLU in TensorFlow's dict of activations.
+        numpy: Source code that replaces the ReLU entry in the NumPy package's dict of activations.
+        tf: Source code that replaces the ReLU entry in the TensorFlow package's dict of activations.
         of_x: Expression in ``x`` for PyTorch and JAX. The field ``{m}`` is replaced with the name of the module that
             provides the math functions.
     """
@@ -451,7 +451,7 @@ EVERYWHERE = [
     ),
     Bug("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Bug("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Bug(  # edits the layers, not the model's mask, so the diagnosis can limit the bug to individual layers
+    Bug(  # changes the mask in each layer instead of the model, so the diagnosis can also try it in individual layers
         "no causal mask",
         "",
         {

@@ -30,7 +30,9 @@ SELF_MASK = "self_mask = cache.self_mask[..., :end]"
 
 
 def where_none_has_ended(within: str) -> Edits:
-    """Return edits that accept hypotheses truncated at the maximum length only if no other hypothesis has finished.
+    """Return edits after which beam search keeps truncated hypotheses only if no hypothesis ends with EOS.
+
+    A hypothesis is truncated if it reaches the maximum length without EOS.
 
     Args:
         within: Index expression that selects the columns of the continuations [B, 2K] that may end with EOS.
@@ -54,7 +56,7 @@ def no_gradient_of(rows: dict[str, str]) -> Edits:
     """Return edits that stop the gradient of the padding token's row in the embedding matrix.
 
     Args:
-        rows: Expression of each framework that looks up the embeddings and stops this gradient.
+        rows: For each framework, an expression that looks up the embeddings and stops the gradient of this row.
     """
     return together(
         instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),

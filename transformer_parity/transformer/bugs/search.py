@@ -56,7 +56,7 @@ ANY_PADDING = {
 
 
 def planned(*lines: str) -> Edits:
-    """Return edits that insert lines before a search starts, which can change its plan and its source mask."""
+    """Return edits that insert lines after a search computes its plan. They can change the plan and the source mask."""
     more = "".join(f"    {line}\n" for line in lines)
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
@@ -97,7 +97,8 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     """Return edits to the reference that penalize tokens that a hypothesis already contains, including BOS.
 
     Args:
-        penalty: Number that divides the positive scores and multiplies the negative scores of these tokens.
+        penalty: Factor of the penalty. The positive scores of these tokens are divided by it, and the negative scores
+            are multiplied by it.
         log_probabilities: Expression that is True if the scores are log-probabilities, and False if they are logits.
     """
     usual = "    log_probabilities = log_softmax(logits)\n"
@@ -112,8 +113,8 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# These bugs are used only as candidates of the diagnosis. The mutation test can't inject them into ports, because its
-# cases request multiple hypotheses and contain too few sentences for which these rules matter.
+# These bugs serve only as candidates of the diagnosis. The mutation test can't inject these bugs into ports. Its cases
+# request multiple hypotheses, which a beam of size 1 can't return, and the other rules affect too few sentences.
 ONLY_CANDIDATES = [
     *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
@@ -182,7 +183,7 @@ CATALOG = [
                 # JAX and TensorFlow aren't included because the bug would raise an error about the shape of the mask.
                 "cache of a different layer": but(
                     {
-                        "numpy": [  # the length is counted in the cache of layer 0, which may not have self-attention
+                        "numpy": [  # the length of the cache stays 0 if the first layer has no self-attention
                             ("decoder", PASTS, OTHERS),
                             ("transformer", "cache.length += ids.shape[1]", COUNTED),
                         ],

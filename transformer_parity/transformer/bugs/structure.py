@@ -24,7 +24,8 @@ from transformer_parity.transformer.bugs.bug import (
 )
 
 PROJECTED = "self.output_proj(merge_heads(context))"
-OTHER_TABLE = "output.embedding not in model.target_embedding.modules()"  # condition of PyTorch's check of weights
+# Condition under which the PyTorch package rejects a tied output projection.
+OTHER_TABLE = "output.embedding not in model.target_embedding.modules()"
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # this text occurs in the forward pass but not in the decoding step
 UNMASKED = "    if mask is None:"

@@ -69,7 +69,7 @@ Change = tuple[str, str]  # text that occurs exactly once in the module, replace
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
-    """Return one edit per backend to the ``training`` module. Pass None for backends that can't have the bug."""
+    """Return edits to each backend's ``training`` module. Pass None for backends that can't have the bug."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
     return changed("training", **{port: edit for port, edit in edits.items() if edit})
 

@@ -1,7 +1,7 @@
-"""Bugs in handwritten backward passes and in losses that are used only as candidates of the diagnosis.
+"""Bugs that serve only as candidates of the diagnosis: errors in handwritten backward passes and in losses.
 
 The frameworks derive the backward pass automatically, so bugs in a backward pass can't be injected into our ports. The
-bugs in ``BLOCKS`` edit the functions of individual blocks, so the diagnosis can limit them to some of the blocks. The
+bugs in ``BLOCKS`` edit the functions of individual blocks, so the diagnosis can also try them in only some blocks. The
 bugs in ``PATHS`` and ``LOSSES`` affect the backward pass of the full model.
 """
 
@@ -21,7 +21,8 @@ OF_TABLE = "np.add.at(dtable, ids, self.multiplier * dvectors)"
 OF_PROJECTION = (
     '        if self.bias is not None:\n            tap("bias", dbias)\n        return dx\n\n\nclass LayerNorm'
 )
-# Pairs of expressions for the number that divides a gradient: one for layer norm, one for projections.
+# Maps a description of an incorrect average to two expressions by which a bug divides gradients. The first expression
+# is for the gradients of layer norms, and the second expression is for the gradients of projections.
 AVERAGES = {
     "over the positions of all sentences": ("(dy.size // dy.shape[-1])", "len(rows)"),
     "over the sentences": ("len(dy)", "len(x)"),
@@ -215,7 +216,7 @@ def of_loss(*changes: tuple[str, str]) -> Edits:
 def omitted(condition: str, is_in_number: bool) -> Edits:
     """Return edits to a loss that includes only the labels that satisfy the condition.
 
-    If ``is_in_number`` is True, the number of tokens that divides the loss also includes the ignored labels.
+    If ``is_in_number`` is True, the number of tokens by which the loss is divided also includes the ignored labels.
     """
     usual = "np.asarray((labels != config.pad_id).sum()" if is_in_number else NUMBER
     return of_loss(

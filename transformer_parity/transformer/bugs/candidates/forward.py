@@ -1,4 +1,4 @@
-"""Variants of forward-pass bugs in the catalog that are used only as candidates of the diagnosis."""
+"""Bugs that serve only as candidates of the diagnosis: variants of the catalog's bugs in the forward pass."""
 
 from __future__ import annotations
 

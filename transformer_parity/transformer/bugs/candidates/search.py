@@ -1,4 +1,4 @@
-"""Bugs in searches and in decoder caches that are used only as candidates of the diagnosis."""
+"""Bugs that serve only as candidates of the diagnosis: errors in searches and in decoder caches."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def read_by_rows(memory: str, mask: str) -> Edits:
 
 
 def read_without_cache(memory: str, mask: str) -> Edits:
-    """Return edits that make a search decode without a cache and change which memory and mask each hypothesis uses.
+    """Return edits that make a search decode without a cache.
+
+    They also change which encoder memory and which source mask each hypothesis of a beam uses.
 
     Args:
         memory: Expression that expands the encoder memory ``{x}`` to the rows of the beam.
@@ -111,8 +113,10 @@ def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
     Args:
         stop: Condition under which the search of a sentence ends. It may use ``ended`` [B, K], which is True for
             finished hypotheses.
-        final: Expression that divides the log-probabilities when the search selects the best hypothesis at its end.
-        compared: Expression that divides the log-probabilities when a step selects the hypotheses to keep.
+        final: Expression for the length penalty at the end of the search. The search divides the log-probabilities by
+            this penalty before it selects the best hypothesis.
+        compared: Expression for the length penalty in each step. The step divides the log-probabilities by this penalty
+            before it selects the hypotheses to keep.
     """
     return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
 

@@ -1,4 +1,4 @@
-"""Variants of Adam, clipping, micro-batches, and restarts that are used only as candidates of the diagnosis."""
+"""Bugs that serve only as candidates of the diagnosis: variants of Adam, clipping, micro-batches, and restarts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
 
     Args:
         of: Expression for the second moment in the current step.
-        corrected_by: Expression for the bias correction that divides the largest second moment.
+        corrected_by: Expression for the bias correction by which the largest second moment is divided.
         **others: Replacements of other formulas.
     """
     return formulas(v_hat=f"{LARGEST.replace('{largest}', of)}\nv_hat = kept[name] / {corrected_by}", **others)
@@ -93,7 +93,7 @@ def clipped_micro_batches(tokens: str, divisor: str = "1.0", *more: tuple[str, s
     """Return edits that clip the gradient of each micro-batch separately.
 
     Args:
-        tokens: Expression for the number of tokens that divides the gradient before its norm is computed.
+        tokens: Expression for the number of tokens by which the gradient norm of a micro-batch is divided.
         divisor: Expression for a factor that multiplies the clipped gradient.
         *more: Additional changes to the trainer.
     """
