@@ -57,7 +57,7 @@ def count(preset: str, vocab_size: int) -> int:
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return for how many presets the number of parameters, in millions, matches Table 3 with this vocabulary size."""
+    """Return the number of presets whose size in millions of parameters matches Table 3 for a vocabulary size."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     except SystemExit as error:  # raised by argparse
         code = error.code if isinstance(error.code, int) else INCOMPLETE
-    except Exception:  # Python would exit with 1, which means that a port diverges
+    except Exception:  # Python would exit with code 1, which would report a diverging port
         traceback.print_exc()
     return code
 

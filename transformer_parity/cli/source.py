@@ -24,7 +24,9 @@ REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # minimum width of a readable column of code, in characters
 MARGIN = 2  # width in characters of the margin, which marks lines that differ
 FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in characters
-MARK, MARKED = "> ", "reverse"  # visible without colors; the syntax theme doesn't use the style "reverse"
+# The margin of lines with marked tokens, and the style of these tokens. Both are visible without colors, and the syntax
+# theme doesn't use this style for any other tokens.
+MARK, MARKED = "> ", "reverse"
 
 DESCRIPTION = """\
 Print the same class, function, method, or module from the four packages. The code
@@ -134,7 +136,7 @@ def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[s
 
 
 def _pointed(shown: Shown) -> str:
-    """Return the code with a comment below each line with marks. The comment points to the marked tokens with ``^``."""
+    """Return the code. Below each line with marked tokens, a comment points to these tokens with ``^``."""
     lines, start = [], 0
     for line in shown.piece.code.split("\n"):
         lines.append(line)

@@ -218,7 +218,7 @@ def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise a UsageError instead of an exception that the input, a file, a device, or a lack of memory causes."""
+    """Convert exceptions to a UsageError if they are caused by the input, a file, a device, or a lack of memory."""
     with refusals(OSError, RuntimeError, ValueError):
         try:
             yield

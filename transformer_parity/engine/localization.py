@@ -80,15 +80,15 @@ class Blame:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors from which a blame is computed.
+    """The tensors from which a ``Blame`` is computed.
 
     Attributes:
         blame: The result so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
-        isolated: The port's tensors. Each block computed them from given inputs or, if only the reference was rerun,
-            from the port's own inputs.
-        wanted: The correct tensors for the same inputs as ``isolated``.
+        isolated: The tensors that the port computes if each block receives the reference's values as inputs. If only
+            the reference was rerun, the tensors of the port's normal run.
+        wanted: The tensors that the reference computes from the same inputs as ``isolated``.
     """
 
     blame: Blame
@@ -99,12 +99,15 @@ class Evidence:
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the relative error between two tensors; infinite if shapes or positions of non-finite values differ."""
+    """Return the relative error between two tensors, or infinity if ``apart`` can't compare them."""
     return apart(name, actual, expected, lambda name, mine, theirs: relative_error(mine[name], theirs[name]))
 
 
 def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arrays, Arrays], float]) -> float:
-    """Return the error that a function computes; infinite if shapes or positions of non-finite values differ.
+    """Return the error that a function computes, or infinity if the tensors can't be compared.
+
+    Two tensors can't be compared if one of them is missing, if their shapes differ, or if different elements are NaN or
+    infinite.
 
     Args:
         name: The name of the tensor.
@@ -128,7 +131,7 @@ class Replay:
     """Reruns the blocks of a port or of the reference on given intermediate values.
 
     Attributes:
-        about: A blame without marks. It specifies the port, dtype, case, and stage.
+        about: A ``Blame`` without marks, which specifies the port, dtype, case, and stage.
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
             float64.
@@ -203,7 +206,7 @@ class Replay:
     ) -> Evidence:
         """Return the evidence with a mark for every tensor, in the order of computation."""
         marks = []
-        is_misshapen = False  # whether an earlier tensor had the wrong shape, so that the rerun could not use it
+        is_misshapen = False  # whether the wrong shape of an earlier tensor prevented its use in the rerun
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
@@ -223,8 +226,9 @@ def without_consequences(
     """Mark introduced differences as inherited if a variant of the reference shows that they are inherited.
 
     If a tap of the port shows a different value than its name implies, the next block is rerun on an incorrect input
-    and seems to introduce a second difference. This second difference is inherited if a variant of the reference
-    computes the same tensor as the port in a normal run, but the correct tensor when the block is rerun.
+    and seems to introduce a second difference. To test this, variants of the reference with known bugs are run. The
+    second difference is inherited if a variant computes the port's tensor in a normal run, but the correct tensor when
+    the block is rerun on correct inputs.
 
     Args:
         evidence: The evidence about the port.

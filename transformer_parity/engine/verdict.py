@@ -229,5 +229,8 @@ def _is_undecided(findings: Sequence[Finding]) -> bool:
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the finding with the worst verdict or, in case of a tie, with the largest percentage of the tolerance."""
+    """Return the finding with the worst verdict.
+
+    If several findings have this verdict, return the one with the largest ratio of error to tolerance.
+    """
     return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.ratio))

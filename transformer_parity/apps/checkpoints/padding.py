@@ -1,4 +1,4 @@
-"""Padding for models from programs without a padding token. An import appends the token, and an export removes it."""
+"""A padding token for models whose original programs have none. An import appends it, and an export removes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from transformer_spec.config import TransformerConfig
 
-NEVER = -1e4  # output bias of tokens that must never be generated; fits in float16, and their softmax output is 0
+NEVER = -1e4  # output bias of tokens that must never be generated; it fits in float16 and makes their probability 0
 OF_VOCABULARY = {  # parameters that have a vocabulary axis, with the index of this axis
     "source_embedding.table": 0,
     "target_embedding.table": 0,

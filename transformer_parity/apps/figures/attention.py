@@ -105,7 +105,7 @@ def draw_attention(asked: Asked) -> Figure:
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
     rows = [*seen.items(), *differences(seen).items()]
-    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # number of rows of heads per backend
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # number of rows in which the heads of each backend are arranged
     columns = math.ceil(sizes.num_heads / lines)
     width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
     size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(rows) * lines * (height + 0.3)
@@ -175,7 +175,7 @@ def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def agreement(seen: Arrays) -> str:
-    """Return a sentence with the largest difference between two backends and its location."""
+    """Return a sentence that reports the largest difference between two backends and its location."""
     if len(seen) == 1:
         return f"Only {', '.join(seen)} was run. To compare backends, specify at least two with --backends."
     apart = {pair: np.abs(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
@@ -191,7 +191,8 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
     """Replace unspecified options by their defaults.
 
     Returns:
-        The request with its weight file, and the sentence pair. For the included model, the default pair is a date.
+        The completed request, and a pair of a source and a target sentence. By default, the included model gets a
+        date and its ISO 8601 form.
     """
     ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)

@@ -204,7 +204,7 @@ def _title(line: str) -> str:
     return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
 
 
-# Half of the dates keep their case.
+# Half of the dates keep their original capitalization.
 CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)
 
 

@@ -183,7 +183,7 @@ class Moses:
 def read_dictionary(content: bytes, name: str) -> dict[str, int]:
     """Return the ID of each symbol in fairseq's ``dict.txt``.
 
-    The four special symbols have IDs 0 to 3. The symbols in the file have the subsequent IDs, in the order of the file.
+    The four special symbols have IDs 0 to 3. The symbols in the file have consecutive IDs from 4, in file order.
     The file also includes the symbols that fairseq adds to pad the vocabulary to a multiple of 8.
 
     Raises:

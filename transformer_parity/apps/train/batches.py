@@ -20,7 +20,7 @@ from transformer_spec.config import TransformerConfig
 
 MAX_SHAPES = 8
 WORTH_A_SHAPE = 0.01  # minimum fraction of the computation per epoch that an additional shape must save
-MAX_BOUNDS = 256  # maximum number of candidates for the maximum sentence length of a bucket
+MAX_BOUNDS = 256  # maximum number of lengths that are considered as the maximum sentence length of a bucket
 
 Numbered = tuple[Sequence[int], Sequence[int]]
 
@@ -268,7 +268,7 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
     # Minimum cost of all sentences up to each bound, and the bucket bounds that achieve this cost.
     best, chosen = cost[0], [[last] for last in range(len(bounds))]
     for _ in range(MAX_SHAPES - 1):
-        total = best[:-1, None] + cost[1:]  # [last bound of the previous buckets, bound]
+        total = best[:-1, None] + cost[1:]  # [last bound of the previous bucket, last bound of the next bucket]
         if not len(total) or total[:, -1].min() > best[-1] * (1 - WORTH_A_SHAPE):
             break
         before = total.argmin(axis=0)

@@ -1,7 +1,7 @@
 """Train one model in multiple processes on this machine.
 
 The parent process starts the training processes and reports the messages of the first training process. If a training
-process ends early, the parent terminates all of them.
+process ends early, the parent terminates the other training processes.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class TrainingRun:
         self.seconds = seconds  # training time in seconds, including time before the run was resumed
         self._began = self.step  # first step of this run, which is not 0 in a resumed run
         self._saved: int | None = None  # step of the last checkpoint that this run wrote
-        self._step_seconds = PATIENCE  # average time per step in seconds since the previous read of losses
+        self._step_seconds = PATIENCE  # average time per step between the last two reads of losses, in seconds
         # The next step at which the processes agree on whether to stop, and the result of the last such exchange.
         self._ask_at, self._stopping = 0, False
 
@@ -301,7 +301,7 @@ class TrainingRun:
         return found
 
     def _save(self) -> None:
-        """Write a checkpoint, and delete old checkpoints. Do nothing in lockstep, because such runs are not saved."""
+        """Write a checkpoint, and delete old checkpoints. Runs of multiple backends in lockstep are not saved."""
         if len(self.learners) > 1:
             return
         self._read_losses()

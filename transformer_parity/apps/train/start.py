@@ -63,7 +63,8 @@ class Setup:
 
         Raises:
             TypeError: If the position in the data is invalid.
-            ValueError: If the text does not fit the model or the backend does not support the dtype or the device.
+            ValueError: If the model does not support the corpus, for example because all sentences are too long, or if
+                the backend does not support the dtype or the device.
             RuntimeError: If a device is not available.
         """
         vocabulary = self.corpus.vocabulary.numbered(self.config)

@@ -75,7 +75,7 @@ class Tally:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0))
 
     def add(self, found: TranslationComparison) -> None:
-        """Add the verdict on a line."""
+        """Include the verdict for one line of the input in the tally."""
         self.counts[found.verdict] += 1
 
     @property

@@ -22,7 +22,7 @@ from transformer_parity.engine.processes.silence import Silence
 from transformer_parity.engine.system.errors import printable
 
 PATIENCE = 10.0  # seconds to wait for a process to exit by itself
-GRACE = 0.5  # seconds to wait for the descendants of a process to exit and remove shared resources
+GRACE = 0.5  # seconds in which the descendants of an exited process can remove shared resources and exit
 # Seconds to wait for more messages after a process has exited. Other processes may keep the pipe of the process open,
 # and reading takes longer on a busy machine.
 READ = 5.0

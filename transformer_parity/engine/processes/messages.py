@@ -16,7 +16,7 @@ import struct
 import time
 from typing import IO, Any
 
-LENGTH = struct.Struct("!Q")  # the encoding of the number of parts, and of the length of each part in bytes
+LENGTH = struct.Struct("!Q")  # encodes a number: the number of parts of a message, or the length of a part in bytes
 START = b"\0transformer-parity\0"  # marks the start of the first message, because wrappers may print text before it
 MOST_PRINTED = 2**16  # maximum number of bytes that a wrapper may print
 

@@ -43,7 +43,7 @@ def end_all(leader: int) -> None:
 
 
 def watch(directory: str) -> None:
-    """Track running children by reading standard input. At the end of input, kill them and remove a directory.
+    """Read from standard input which children are running. At the end of input, kill them and remove a directory.
 
     Args:
         directory: The directory to remove.

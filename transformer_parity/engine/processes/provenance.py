@@ -1,4 +1,4 @@
-"""Provenance: determine which files a port consists of, and ensure that the reference belongs to this checker.
+"""Provenance: determine which files a port consists of, and reject a reference that differs from the checker's.
 
 - Python finds the files of a port as it would without this checker: first in the current directory, then in
   ``PYTHONPATH``. This includes the model packages of this project, which a user may have copied and edited.
@@ -205,7 +205,7 @@ def _read(place: str) -> Iterator[tuple[str, bytes]]:
 
 @cache
 def _is_installed(place: str, current: str) -> bool:
-    """Return whether an installer wrote the files in a directory and their bytecode."""
+    """Return whether an installer such as pip wrote the files in a directory, including the bytecode."""
     if place == STANDARD_LIBRARY or os.path.basename(place) in INSTALLERS:
         return True
     return place != current and os.path.isdir(place) and any(name.endswith(".dist-info") for name in os.listdir(place))

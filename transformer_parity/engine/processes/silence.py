@@ -15,8 +15,8 @@ class Silence:
 
     The time that a process waits for a CPU core is excluded. Because some operating systems don't report this waiting
     time, it is estimated from two upper bounds: the time during which none of the allowed cores is idle, and the time
-    during which the process doesn't compute. A process that doesn't compute at all is assumed to sleep, and the full
-    time is included.
+    during which the process doesn't compute. A process that doesn't use any CPU time between two measurements is
+    assumed to sleep, and the time between these measurements is included.
     """
 
     def __init__(self, pid: int) -> None:
@@ -26,7 +26,7 @@ class Silence:
         self._last = self._measure()
 
     def heard(self) -> None:
-        """Reset the silence, because a message has arrived."""
+        """Reset the number of seconds to 0, because a message has arrived."""
         self._heard = True
 
     def count(self, interval: float) -> float:
@@ -34,8 +34,8 @@ class Silence:
 
         Args:
             interval: Minimum seconds between two measurements, which must be much longer than a tick of the CPU time
-                clock. A measurement adds at most twice this time, because a longer gap between two measurements means
-                that this process itself was suspended.
+                clock. If the time between two measurements is longer than twice the interval, this process itself was
+                suspended. Therefore, each measurement adds at most twice the interval to the result.
         """
         if time.monotonic() - self._last[0] < interval:
             return 0.0 if self._heard else self._seconds

@@ -165,7 +165,7 @@ def _plot(
 
 
 def _label(block: str) -> str:
-    """Return the x-axis label of a block: the stack and the number for layer 0, and the number for other layers.
+    """Return the x-axis label of a block: the stack and layer number for layer 0, and only the number for other layers.
 
     The label of a block outside the layers is empty.
     """

@@ -51,7 +51,7 @@ def summarize(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
     """Return the result of each case in each dtype: the verdict, and the first finding that failed.
 
-    If nothing failed, the result contains the finding with the largest percentage of the tolerance.
+    If nothing failed, the result contains the finding with the largest ratio of error to tolerance.
 
     Args:
         findings: All findings.

@@ -38,7 +38,7 @@ def print_line(console: Console, word: str, style: str, said: str) -> None:
 def print_summary(
     console: Console, findings: Sequence[Finding], backends: Sequence[str], titles: Mapping[str, str] | None = None
 ) -> None:
-    """Print one table per dtype with the error that is closest to its tolerance for each component and backend.
+    """Print one table per dtype. For each component and backend, show the error that is closest to its tolerance.
 
     Args:
         console: The console to print to.

@@ -158,7 +158,7 @@ def _content(part: Node) -> tuple[object, ...]:
 
 
 def _is_spelled_out(part: Node, first: Mapping[str, int], folds: bool) -> bool:
-    """Return whether a node is expanded, or a leaf gets a separate line."""
+    """Return True if a part must not share a line with adjacent parts. Such a node is expanded."""
     if any(mark.name in first for mark in part.marks()):
         return True
     return part.mark is not None and part.mark.verdict != FINE and not folds

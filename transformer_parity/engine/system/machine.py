@@ -95,7 +95,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process in bytes, since the last reset if the system supports resets."""
+    """Return the peak memory of this process in bytes, since the last successful reset or the start of the process."""
     with contextlib.suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

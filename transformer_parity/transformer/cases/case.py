@@ -44,7 +44,7 @@ class Case:
     calls: tuple[int, ...] = ()  # steps after which forward, gradients, and generate are called
     restart: int = 0  # step after which training restarts with a new optimizer; 0 for never
     unlabeled: int = 0  # step whose batch has no labels; 0 for none
-    rewind: int = 0  # step after which the other trainer methods run and the state after step 1 is loaded; 0 for never
+    rewind: int = 0  # step after which the trainer evaluates a batch and loads the state of step 1; 0 for never
     before: tuple[Case, ...] = ()  # cases to run first, on the same model or, if the weights differ, on a second model
 
     @property

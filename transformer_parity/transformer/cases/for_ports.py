@@ -43,17 +43,17 @@ TIMES = 4  # number of copies of the MANY sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens; exceeds the common limits 512 and 1024
 SEEDS = 32  # number of seeds to try; the seed with the most varied searches is used
-LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try, and the variety at which no other seeds are tried
+LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try; no more seeds are tried once the variety is at least ENOUGH
 CLIP, FAR = 0.45, 1e6  # the gradient norm always exceeds CLIP, which isn't exact in float32, and never exceeds FAR
 STILL = 1e-30  # learning rate factor so small that no weight changes
 RESTART = 7  # step after which training restarts
 UNLABELED = 1  # row without labels in some of the training cases
-PENALTY = 4.0  # length penalty that often makes long hypotheses better than short ones
-WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; twice the largest exceeds the vocabulary size
+PENALTY = 4.0  # length penalty with which long hypotheses often have higher scores than short ones
+WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; 2 * WIDEST exceeds the vocabulary size
 # Beam sizes, each with a sequence of length penalties. Two consecutive penalties must lead to different hypotheses. The
 # difference between the last two penalties is as small as the effect of including EOS in the length.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
-LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ending weights, and the number of other seeds
+LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ``ending_weights``, and the number of seeds after it
 
 
 def model_cases(config: TransformerConfig) -> list[Case]:
@@ -87,7 +87,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     micro_batches, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
     noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient norm
-    below = {"clip_norm": _limit_above(config)}  # is between the norms of the mean and the summed gradient
+    below = {"clip_norm": _limit_above(config)}  # between the norms of the mean gradient and of the summed gradient
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights
@@ -250,8 +250,8 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     """Yield forward passes that differ from the first case in padding, weights, earlier calls, or shapes.
 
     The cases with different padding and weights detect ports that cache a mask, positional encodings, a result, or
-    weights. The case after training detects dropout that remains enabled. The other cases detect tables and masks that
-    are too short and code that identifies an axis by its size.
+    weights. The case after training detects dropout that remains enabled. The other cases have different shapes. They
+    detect tables and masks that are too short, and code that identifies an axis by its size.
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}

@@ -46,7 +46,7 @@ OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes 
     "decoder_d_ff": 56,
 }
 VOCABULARY = 33_000  # tokens; exceeds the range of int16
-SEVERAL_BLOCKS = 2400  # tokens; a beam of 3 has 225 blocks of 32 continuations, and 225 = 7 * 32 + 1 block maxima
+SEVERAL_BLOCKS = 2400  # vocabulary size; a beam of 3 has 225 blocks of 32 continuations, and 225 isn't divisible by 32
 
 
 def standard_cases() -> list[Case]:
@@ -55,7 +55,7 @@ def standard_cases() -> list[Case]:
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
-    """Return a case that runs a preset's full model at a small size. ``thorough`` adds all dtypes and the fast path."""
+    """Return a case that runs a preset's full model, scaled down. ``thorough`` adds all dtypes and the fast path."""
     # The presets of other implementations differ in conventions, not in sizes, so their cases use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
@@ -215,7 +215,7 @@ def large_vocabulary(config: TransformerConfig) -> Case:
 
 
 def gradient_case(preset: str) -> Case:
-    """Return a case for the gradients of a preset's full model at a small size."""
+    """Return a case for the gradients of a preset's full model, scaled down."""
     case = preset_case(preset)
     inputs = with_labels(case.inputs, case.config)
     return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)
@@ -270,7 +270,7 @@ def _steps() -> Iterator[Case]:
 
 CALLS = 1, 5  # steps after which other methods are called
 UNLABELED = 3  # step whose batch has no labels
-REWIND = 10  # step after which training continues from the state after step 1
+REWIND = 10  # step after which the trainer loads the state of step 1 and continues to train
 # The learning rate stays below 1.4e-3, because a larger one would amplify rounding errors.
 SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
@@ -284,7 +284,7 @@ def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) ->
 
 
 def search_cases(preset: str) -> Iterator[Case]:
-    """Yield greedy and beam search using a preset's full model at a small size."""
+    """Yield a greedy search and a beam search that use a preset's full model, scaled down."""
     yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
 
 

@@ -1,8 +1,9 @@
 """A table of cases that vary batch sizes, lengths, magnitudes, and earlier calls.
 
 Together with the cases in ``for_ports``, these cases cover all pairs of values of the dimensions that are defined in
-``tests/variety.py``. If a bug affects only batches of one sentence, long limits, large values, or calls that follow a
-different call, the port diverges in one of these cases. A greedy algorithm selected a small set of combinations.
+``tests/variety.py``. If a bug affects only batches of one sentence, long limits, large values, or calls after an
+earlier call of a different kind, the port diverges in one of these cases. A greedy algorithm selected a small set of
+combinations.
 
 The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
 variants are skipped as well.
@@ -179,7 +180,7 @@ def longest(config: TransformerConfig) -> int:
 
 
 def _ids(variant: Variant, config: TransformerConfig, turn: int = 0) -> dict[str, ndarray]:
-    """Return the ids of a variant. If ``turn`` is 1, return different tokens and padding with the same shape."""
+    """Return the IDs of a variant. If ``turn`` is 1, the shapes are the same, but the tokens and the padding differ."""
     rng, found = generator(f"{variant.name} {turn}"), {}
     for side, (width, padding) in (("source", variant.source), ("target", variant.target)):
         width = width or longest(config)

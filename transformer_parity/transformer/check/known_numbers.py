@@ -1,4 +1,4 @@
-"""A test that the reference is part of this installation and computes the values stored in this file.
+"""A test that checks which reference is imported, and that it computes the values stored in this file.
 
 ``PYTHONPATH`` or an old clone in the current directory can shadow ``reference_numpy`` with a different version. If
 someone introduced a bug into the installed reference, every port with the same bug would agree with the reference.

@@ -58,7 +58,7 @@ class _PortProcess:
         self.spent: defaultdict[str, float] = defaultdict(float)  # maps a task to the CPU time in seconds
 
     def spend(self, what: str) -> None:
-        """Record the CPU time used since the previous call under ``what``."""
+        """Add the CPU time since the previous call to the total of the task ``what``."""
         self.spent[what] += time.process_time() - sum(self.spent.values())
 
     def report(self, doing: str) -> None:

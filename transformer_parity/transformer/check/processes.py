@@ -135,7 +135,7 @@ class _Comparing:
         else:
             raise ValueError(f"{port.job.backend} must have cases or a config from which to create them: got neither")
         self.cases = {case.name: case for case in port.cases}
-        # User ports don't receive a precision setting, so compare them with the tolerances of the highest precision.
+        # User ports don't receive a precision setting, so the tolerances of the highest precision apply to them.
         setting = port.job.setting if imported.config is None else Placements(port.job.setting.dtypes)
         self.comparator = Comparator(port.label, setting, self.reference)
         self.child.send(Assignment(port.label, port.cases))

@@ -109,8 +109,8 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # If a port has run other tests since its last known-answer test, this dict maps the port's name to that
-        # known-answer test, which then runs once more.
+        # The known-answer tests to rerun at the end, keyed by port. A port has an entry if it has run other tests after
+        # its known-answer test.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed

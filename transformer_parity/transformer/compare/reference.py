@@ -31,7 +31,7 @@ class Reference:
     """Computes the expected tensors of cases, once for all ports.
 
     Args:
-        ports: Number of ports that request each case. A result is discarded after the last request.
+        ports: Number of ports that request each case. After this number of requests, the cached result is discarded.
     """
 
     ports: int = 1

@@ -34,7 +34,7 @@ class Doubt:
         step: Number of the token; 0 if the decision is about the ranking of finished hypotheses.
         margin: Amount by which the reference prefers its own choice: a difference of log-probabilities in nats or, if
             the decision is about a ranking, a difference of scores.
-        noise: Largest margin that rounding can explain, in the same unit.
+        noise: Largest margin that rounding can explain, in the unit of ``margin``.
         what: Description of the decision.
     """
 
@@ -189,7 +189,7 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search,
 
 
 class _BeamFollower:
-    """Repeats a port's beam search with the reference, and replaces the beam by the port's beam after each step."""
+    """Repeats a port's beam search with the reference. Each step starts with the beam that the port kept."""
 
     def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
         self.scorer = scorer
@@ -275,7 +275,7 @@ class _BeamFollower:
             self._doubt(n, margin, f"the beam {said} ID {where[-1]} after {_shortened(where[:-1])}")
 
     def _compare_stop(self, going_on: dict[Tokens, float], n: int, *, stops: bool) -> None:
-        """Check that the search doesn't stop too early or, if that can change the result, too late."""
+        """Check that the search doesn't stop too early, and that it doesn't stop so late that the result may change."""
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
@@ -311,7 +311,8 @@ class _BeamFollower:
         worst = min(scores, default=-math.inf) if len(scores) == self.plan.num_hypotheses else -math.inf
         for tokens in self.finished.keys() - set(returned):
             better = self.finished[tokens] - worst
-            if self.inside[tokens] >= 0.0 < better:  # omitted because of its rank, or at the edge of the beam
+            # The port may have ranked this hypothesis too low, or may have dropped it at the edge of the beam.
+            if self.inside[tokens] >= 0.0 < better:
                 noise = self.noise / self._penalty(len(tokens))
                 margin = better if better <= noise else self.inside[tokens]
                 what = f"{_shortened(tokens)} is better, but is not returned"

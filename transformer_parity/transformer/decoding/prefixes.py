@@ -119,7 +119,7 @@ class PrefixScorer:
     _memory: dict[int, ndarray] = field(default_factory=dict)
 
     def continuations(self, prefixes: Sequence[Tokens], plan: SearchPlan) -> Continuations:
-        """Return all continuations of prefixes that have the same length."""
+        """Return all continuations of the given prefixes, which must have the same length."""
         exact = self._totals(self.truth, prefixes, plan)
         rounded = exact if self.rounded is None else self._totals(self.rounded, prefixes, plan)
         dtype = "bfloat16" if isinstance(self.rounded, InBfloat16) else "float32"

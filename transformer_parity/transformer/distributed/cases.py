@@ -136,7 +136,10 @@ def rounded() -> dict[str, Probe]:
 
 @cache
 def port_probes() -> tuple[Probe, ...]:
-    """Return the cases for user ports, with a config that the port replaces. No sequence consists only of padding."""
+    """Return the cases for user ports. No sequence consists only of padding.
+
+    The configs are placeholders, because each port uses its own config.
+    """
     settings = probes()["plain"].settings
     sliced = replace(settings, accumulation_steps=2)
     return (

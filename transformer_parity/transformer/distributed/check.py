@@ -197,7 +197,7 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return the run with a snapshot from the previous framework or, if there is none, from the reference."""
+        """Return the run, resumed from the previous framework's snapshot or, if there is none, from the reference's."""
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)
 

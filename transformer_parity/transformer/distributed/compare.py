@@ -183,7 +183,7 @@ def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
 
 
 def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the tolerance that checks on one device use for a tensor."""
+    """Return the tolerance of a tensor in a check on one device."""
     if name.startswith("step "):
         return steps.tolerance(name, dtype)
     return gradients.tolerance(name, dtype, baseline, whole)
@@ -227,7 +227,7 @@ def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> s
     """Return an error message if a device stores too many parameter elements for the plan, else an empty string."""
     every = sum(map(math.prod, shapes.values()))
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
-    if most <= (due + every) / 2:  # tolerate frameworks that shard a few parameters less than the plan specifies
+    if most <= (due + every) / 2:  # some frameworks don't shard all parameters, so accept more elements
         return ""
     return f"a device must store about {due / every:.0%} of all parameter elements: a device stores {most / every:.0%}"
 

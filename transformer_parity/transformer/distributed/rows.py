@@ -18,8 +18,8 @@ from transformer_parity.transformer.distributed.worker import Seen, own_batch
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
-EXACT = 1e-6  # maximum relative residual if the gradient is a sum of the gradients of rows
-READ = 0.01  # minimum coefficient of a row that a process has read; the exact coefficient is 1
+EXACT = 1e-6  # maximum relative residual up to which a gradient is considered a sum of the gradients of rows
+READ = 0.01  # if the coefficient of a row is larger, the process has read this row; the exact values are 0 and 1
 LOSS = 1e-9  # maximum relative error of a loss
 
 
@@ -27,7 +27,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
     """Return an error message if the processes don't divide the rows correctly, else an empty string.
 
     Args:
-        probe: The run, with the config of the port.
+        probe: The run. Its config is the port's config.
         plan: The parallelism plan. The axes ``data``, ``fsdp``, and ``tensor`` number the processes in row-major order.
         seen: Results of each process.
     """

@@ -80,7 +80,7 @@ class Contributions:
     def coefficients(self, name: str, gradient: ndarray) -> ndarray | None:
         """Return the coefficients [micro-batches, shards] of the contributions whose sum is the given gradient.
 
-        The coefficient of a contribution that is zero is NaN. If the gradient isn't a linear combination of the
+        If a contribution is zero, its coefficient is NaN. If the gradient isn't a linear combination of the
         contributions, return None.
         """
         basis = np.stack([np.ravel(of_part[name]) for of_part in self.gradients], 1)
@@ -221,7 +221,7 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
     if not present:  # shards with NaN have a contribution of zero
         present = [shard for shard in range(width) if np.isnan(shards[:, shard]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
-    if counted is None:  # estimate the ratio: all devices may have trained on the rows of one shard
+    if counted is None:  # estimate the ratio, because all devices may have trained on the same shard
         counted = of_present if _near(shards[:, present] * of_present, width) else 1.0
     shards = shards * counted  # number of times that the rows of each shard are included
     if len(shards) > 1 and _near(shards[-1], 1.0):

@@ -86,7 +86,8 @@ class Seen:
         tokens: Number of target tokens in each step; empty for user ports.
         norms: Gradient norm of each step before clipping; empty for user ports.
         gradient: Full gradient of the first step before clipping.
-        snapshots: Dict from step numbers to snapshots: one after half of the steps and one after the last step.
+        snapshots: Dict from step numbers to snapshots, with one snapshot after half of the steps and one after the last
+            step.
         shards: Shards of each parameter that this process stores after the last step.
         refused: Error message if the framework or the port doesn't support the plan; empty otherwise.
         config: Config of the user's port; None for packages.

@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-NEAR = 24  # number of preceding taps to test as inputs of a tap; a layer has fewer taps
+NEAR = 24  # number of preceding taps to test as inputs of a tap; more than the number of taps in a layer
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def record(
 
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
-    """Return a recording with the taps in the evidence about each port."""
+    """Run the reference, and return a recording of its taps and of the ports' taps, which the evidence contains."""
     expected = subject.run(subject.truth, {})
     baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
@@ -157,7 +157,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the inputs of a tap: all taps that change its value if only they are perturbed."""
+    """Return the inputs of a tap. A preceding tap is an input if a perturbation of only this tap changes the result."""
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

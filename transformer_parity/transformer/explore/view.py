@@ -1,7 +1,7 @@
 """Convert a recording to the data that the page shows.
 
-The page contains the full values of attention scores, attention weights, the first wrong tap, and the inputs of this
-tap. For all other taps, it contains only norms over the channels.
+For attention scores, attention weights, the first wrong tap, and the inputs of the first wrong tap, the page contains
+each value. For all other taps, it contains only norms over the channels.
 
 All values are stored as float32 in one buffer. For better compression, each value of a port is XORed with the value of
 the reference, so that few bits are nonzero. In addition, bytes of the same significance are stored next to each other.
@@ -127,7 +127,10 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 
 
 def _worst(recording: Recording, row: int, side: str) -> int:
-    """Return the position on a side with the largest error in the first wrong tap, or 0 if there is no such tap."""
+    """Return the source or target position at which a port's first wrong tap has the largest error.
+
+    Ports whose first wrong tap is on the other side are ignored. If no port remains, return 0.
+    """
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:

@@ -38,8 +38,8 @@ Place = tuple[str, str]  # name of a case, and a dtype
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
     """Return a dict from case and dtype to the names of the tensors in B that are copies of tensors in A.
 
-    If a case contains a copy, the result lists all of the case's tensors that are identical in A and B, including those
-    in ``EXACT``.
+    If B contains at least one copy in a case and dtype, the result lists all tensors of this case that are identical in
+    A and B, including those in ``EXACT``.
 
     Args:
         truth: Directory A.

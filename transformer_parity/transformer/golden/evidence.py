@@ -14,8 +14,8 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirector
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
-# Patterns for the names of the results in each stage. B must contain at least half of the results, because the other
-# tensors may agree even if a program is incorrect.
+# Patterns for the names of the main results of each stage. B must contain these results in at least half of the cases.
+# Otherwise, an incorrect program may pass, because all other tensors may agree.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 

@@ -40,10 +40,10 @@ def words(entry: LeftOut) -> str:
 def golden_cases(config: TransformerConfig) -> list[Case]:
     """Return the cases to write. Their configs have no dropout, and searches have only source IDs as inputs.
 
-    Golden vectors don't record calls before a case. Therefore, a case with such calls is omitted if an earlier case has
-    the same model and shapes, and becomes an ordinary case otherwise. The cases with the large vocabulary and the
-    longest sentence are omitted because of their size. Gradients of large logits are omitted because the results of a
-    saturated softmax are bitwise identical in all programs.
+    Golden vectors don't record the calls that precede a case. Therefore, a case with such calls is omitted if an
+    earlier case has the same model and shapes. Otherwise, the case is included without these calls. The cases with the
+    large vocabulary and the longest sentence are omitted because of their size. Gradients of large logits are omitted
+    because the results of a saturated softmax are bitwise identical in all programs.
     """
     config = config.replace(dropout=NO_DROPOUT)
     found: dict[object, Case] = {}

@@ -42,8 +42,8 @@ def write(
         path: The directory.
         producer: Description of the program that computed the tensors, with its ``name`` and any additional entries.
         config: Config of the model.
-        weights: Parameters of the model, one array per canonical name. The weights of cases that use different weights
-            are written to additional files.
+        weights: Parameters of the model, one array per canonical name. If a case uses different parameters, they are
+            written to an additional file.
         computed: Pairs of a case and its tensors. The tensors are keyed by dtype and then by name, in the order of
             computation.
         dtypes: The dtypes to list in the manifest.

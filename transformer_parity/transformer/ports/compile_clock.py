@@ -28,7 +28,7 @@ class Spent:
 
 
 class Clock:
-    """A clock that adds up time spans, and adds the overlap between spans only once."""
+    """A clock that adds up time spans. If spans overlap, the total includes the overlap only once."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -103,7 +103,7 @@ def _switched(switch: str) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use only the calling thread within a block of code, because other processes barely affect its CPU time."""
+    """Use only one thread within a block of code. Other processes barely affect the CPU time of a single thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

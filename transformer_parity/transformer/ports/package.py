@@ -97,7 +97,7 @@ class LoadedPackage:
             raise ValueError("gradients must contain one array per tap: got none")
         if found.frozen:
             raise ValueError(
-                f"gradients must not list frozen parameters, because all are trained: got {found.frozen[0]}"
+                f"gradients must not list frozen parameters, because all parameters are trained: got {found.frozen[0]}"
             )
         return found
 

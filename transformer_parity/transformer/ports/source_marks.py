@@ -39,8 +39,8 @@ class Token(NamedTuple):
 class Marks(NamedTuple):
     """Marked tokens of a piece of code.
 
-    In a port, tokens are marked if the reference doesn't contain them. In the reference, tokens are marked if at least
-    one port doesn't contain them.
+    In a port's code, a token is marked if the reference's code doesn't contain it. In the reference's code, a token is
+    marked if the code of at least one port doesn't contain it.
 
     Attributes:
         spans: Character ranges of the marked tokens. Adjacent tokens on a line are merged.
@@ -56,7 +56,7 @@ class Marks(NamedTuple):
 
 
 def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
-    """Return the marks of each piece of code, compared with the piece named ``base``.
+    """Compare each piece of code with the piece named ``base``, and return the marks of each piece.
 
     The piece named ``base`` is compared with all other pieces.
     """

@@ -132,7 +132,7 @@ class Port:
 
         The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, and
         MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp``, and ``tensor``. A process
-        may call ``load`` and ``distribute`` more than once. Raise a ValueError if you don't support the plan.
+        may call ``load`` and ``distribute`` more than once. Raise a ValueError if your port doesn't support the plan.
         """
         raise NotImplementedError
 

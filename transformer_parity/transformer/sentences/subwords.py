@@ -81,7 +81,7 @@ class Subwords:
         return self.processor.encode(line, out_type=str)
 
     def numbered(self, config: TransformerConfig) -> JointVocabulary:
-        """Return a vocabulary that assigns the lowest token IDs that aren't special in a config to these subwords.
+        """Return a vocabulary that numbers these subwords from 0 and skips the special IDs of a config.
 
         Raises:
             ValueError: If the vocabulary size of the model is too small.

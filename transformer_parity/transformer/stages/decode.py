@@ -106,7 +106,7 @@ def _stepwise(found: Result) -> Tensors:
 
 
 def _padded(steps: Sequence[ndarray]) -> ndarray:
-    """Stack the hypotheses after each step [B, K, n] into one padded array [step, B, K, steps]."""
+    """Pad the hypotheses of each step [B, K, n], and stack them into one array [step, B, K, steps]."""
     return np.stack([np.pad(ids, ((0, 0), (0, 0), (0, len(steps) - ids.shape[2]))) for ids in steps])
 
 

@@ -19,8 +19,8 @@ from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_spec.training_config import TrainingConfig
 
 DISTURBED = 1e-9  # relative change of a learning rate, to measure the effect on the weights
-ITERATIONS = 4  # number of iterations of the fit, because the effects of the learning rates aren't exactly linear
-ROUNDED = 1e-4  # relative error of a tensor above which float32 learning rates can't be the cause
+ITERATIONS = 4  # iterations of the fit; more than one, because the effects of learning rates aren't exactly linear
+ROUNDED = 1e-4  # maximum relative error of the weights that rounded learning rates can cause
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def rounded_rates(
         last: Number of the last step.
 
     Yields:
-        One factor per step. Yields nothing if the errors are too large for float32 learning rates.
+        One factor per step. Yields nothing if the errors are too large to result from rounded learning rates.
     """
     names = [name for name in truth if " weight " in name and name in actual]
     if not names or any(relative_error(actual[name], truth[name]) > ROUNDED for name in names):

@@ -75,9 +75,10 @@ class Stage(Measure, ABC):
             the last place. The tolerance depends on the largest error of all runs.
         has_loss: True if the stage requires labels.
         trains: True if the stage changes the model, so that each case loads a new model.
-        reproduces: Maximum error, due to rounding, between a port with a bug and the candidate of the diagnosis that
-            has the same bug. Every bug causes larger errors: at least 1.8e-10 in activations (for an epsilon rounded to
-            float32) and 8e-9 in weights (for 1e-6 added to a norm before clipping).
+        reproduces: Maximum rounding error between a port with a bug and a candidate, which is a reference with the same
+            bug. If the error is larger, the bugs differ. Every bug causes larger errors: at least 1.8e-10 in
+            activations (for an epsilon rounded to float32) and 8e-9 in weights (for 1e-6 added to a norm before
+            clipping).
         optional: Tensors that a port may omit, as a mapping from name pattern to description.
     """
 

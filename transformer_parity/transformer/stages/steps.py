@@ -1,4 +1,4 @@
-"""The ``steps`` stage: compares the loss and gradient norm of each of 20 optimizer steps, the weights, and the moments.
+"""The ``steps`` stage: takes 20 optimizer steps, and compares the losses, gradient norms, weights, and moments.
 
 Some cases call ``forward``, ``gradients``, and ``generate`` between two steps. These methods must use the current
 weights and must not affect later steps. These cases call each method after two different steps, because the first call
@@ -33,13 +33,13 @@ from transformer_spec.search import Search
 from transformer_spec.training_config import Gradients
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; float32 runs omit the last step
-LIMIT = 12  # maximum number of tokens in searches between two steps
+LIMIT = 12  # maximum length of the hypotheses, in tokens, when a case calls ``generate`` between two steps
 
 
 class StepStage(TrainingStage):
     """Compares the loss and gradient norm of every step, and the weights and moments after the steps in ``SNAPSHOTS``.
 
-    A case may replace ``SNAPSHOTS`` by different steps.
+    If ``Case.snapshots`` is not empty, it specifies the steps instead of ``SNAPSHOTS``.
     """
 
     name = STEPS

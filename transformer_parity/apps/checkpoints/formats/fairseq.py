@@ -158,7 +158,7 @@ def read_settings(content: Any) -> dict[str, Any]:
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Convert tensors to current names from older fairseq versions, which fuse projections and number the norms.
+    """Convert tensors of older fairseq versions, which fuse projections and number the norms, to the current format.
 
     Raises:
         ValueError: If a fused projection cannot be split into three.

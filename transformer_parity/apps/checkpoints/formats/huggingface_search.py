@@ -117,9 +117,8 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
         beam_size=None if beams == 1 else beams,
         length_penalty=1.0 if penalty is None else penalty,
         max_length=_max_length(fields, config),
-        num_hypotheses=min(
-            fields.get("num_return_sequences") or 1, beams
-        ),  # more sequences than beams require sampling, which is not supported
+        # If num_return_sequences exceeds num_beams, Transformers must sample, which is not supported.
+        num_hypotheses=min(fields.get("num_return_sequences") or 1, beams),
         length_penalty_kind="power",
         min_length=_min_length(fields),
         start_id=fields.get("decoder_start_token_id"),

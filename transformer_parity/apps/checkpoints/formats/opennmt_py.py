@@ -21,7 +21,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 OFF: tuple[object, ...] = (None, False, 0, "", [], {})
-# Supported values of each option. An option with the values ``OFF`` must be disabled.
+# Supported values of each option. ``OFF`` lists the values that disable an option.
 NEEDED: dict[str, tuple[object, ...]] = {
     **{"encoder_type": ("transformer",), "decoder_type": ("transformer",), "model_task": ("seq2seq",)},
     **{"position_encoding": (True,), "layer_norm": ("standard",), "self_attn_type": ("scaled-dot", "scaled-dot-flash")},

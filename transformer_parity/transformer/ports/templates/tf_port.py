@@ -137,8 +137,8 @@ class MyPort(Port):
 
     # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
     # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
-    # its shard of the rows, and returns the loss and gradient of the full batch and the unsharded weights. To support
-    # this check, define:
+    # its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the unsharded
+    # weights. To support this check, define:
     #
     #     one_process = True  # one process controls all devices
     #
