@@ -4,8 +4,8 @@
 
 The weight file must contain a vocabulary, as the files that `parity train` writes do. A variant is a quantized model or
 a bfloat16 model. For each variant, the script prints the number of translations that are the same as in float32, the
-BLEU score, the speed relative to float32, and the size of the weights. The variant and the float32 model take turns
-translating each batch, and the speed is the median over the batches. `--markdown` and `--json` write files.
+BLEU score, the speed relative to float32, and the size of the weights. The float32 model and the variant translate each
+batch one after the other, and the speed is the median ratio over the batches. `--markdown` and `--json` write files.
 """
 
 from __future__ import annotations
@@ -325,8 +325,8 @@ def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "- *same* is the number of translations whose tokens are the same as in float32.",
         "- *BLEU* shows the BLEU score, followed by the float32 model's score on the same sentences in parentheses.",
         "- *speed* is the number of sentences per second relative to float32, so a value above 1 means that the model",
-        f"  is faster. The two models take turns translating each batch of {BATCH} sentences, and the table shows the",
-        "  median over the batches.",
+        f"  is faster. The script translates each batch of {BATCH} sentences with both models, one after the other,",
+        "  and the table shows the median ratio over the batches.",
         "- *MB* is the size of the weights in memory, in units of 10^6 bytes.",
         "",
         f"A variant that takes longer than {report['seconds']:g} s translates fewer sentences than the others.",

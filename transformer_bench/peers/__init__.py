@@ -1,8 +1,4 @@
-"""Implementations based on other libraries, called peers. ``parity bench --peers`` times them with the same weights.
-
-Each peer is written in the style of its library, using the library's building blocks. A library is imported only when
-its peer is used.
-"""
+"""Peers: implementations based on other libraries, which ``parity bench --peers`` times with the same weights."""
 
 from __future__ import annotations
 

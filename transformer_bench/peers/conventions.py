@@ -1,4 +1,8 @@
-"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the workloads they support."""
+"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the workloads they support.
+
+Each peer is written in the style of its library, using the library's building blocks. A library is imported only when
+its peer is used.
+"""
 
 from __future__ import annotations
 
