@@ -101,7 +101,7 @@ def test_port_that_omits_every_padded_case_of_a_stage_is_rejected(stage):
     port.left_out = {case.name: "later" for case in of_stage if (case.inputs["source_ids"] == config.pad_id).any()}
     if len(port.left_out) < len(of_stage):
         with pytest.raises(
-            ValueError, match=f"left_out of MyPort must not list all cases with padding in the stage {stage}"
+            ValueError, match=f"left_out of MyPort must leave at least one case with padding in the stage {stage}"
         ):
             port_config(port)
 

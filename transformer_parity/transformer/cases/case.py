@@ -29,10 +29,10 @@ class Case:
     config: TransformerConfig
     block: str
     inputs: Mapping[str, ndarray] = field(repr=False)
-    weights_file: Path | None = None  # weights to load; None uses the hard weights for the config
+    weights_file: Path | None = None  # file with the weights; if None, the hard weights for the config
     seed: int = 0  # seed of the hard weights
     magnitude: str = "usual"  # kind of hard weights: a key of ``inputs.WEIGHTS``
-    fast: bool = True  # also run the fast path; False saves compile time if another case covers fast attention
+    fast: bool = True  # also run the fast path; use False to save compile time if another case covers fast attention
     dtypes: tuple[str, ...] = ALL_DTYPES  # dtypes to run; bfloat16 is too coarse to distinguish presets
     formulas: bool = False  # load packages with fast=False
     stage: str = ACTIVATIONS
@@ -96,7 +96,7 @@ class Case:
 
 
 def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
-    """Return the cases in the given stages, without their earlier calls in other stages."""
+    """Return the cases in the given stages. Earlier calls in other stages are removed from these cases."""
     return [
         replace(case, before=tuple(earlier for earlier in case.before if earlier.stage in stages))
         for case in cases

@@ -38,7 +38,7 @@ from transformer_spec.search import Search
 from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
-MANY = 33  # number of sentences in searches that test rules that rarely apply
+MANY = 33  # sentences per search; many, so that a small change to a rule affects at least one of them
 TIMES = 4  # number of copies of the MANY sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens; exceeds the common limits 512 and 1024
@@ -47,11 +47,11 @@ LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try; no more seeds are tried
 CLIP, FAR = 0.45, 1e6  # the gradient norm always exceeds CLIP, which isn't exact in float32, and never exceeds FAR
 STILL = 1e-30  # learning rate factor so small that no weight changes
 RESTART = 7  # step after which training restarts
-UNLABELED = 1  # row without labels in some of the training cases
+UNLABELED = 1  # index of the row that has no labels in some of the training cases
 PENALTY = 4.0  # length penalty with which long hypotheses often have higher scores than short ones
 WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; 2 * WIDEST exceeds the vocabulary size
 # Beam sizes, each with a sequence of length penalties. Two consecutive penalties must lead to different hypotheses. The
-# difference between the last two penalties is as small as the effect of including EOS in the length.
+# last two penalties differ by only 10%, which changes the scores about as much as including EOS in the length.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
 LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ``ending_weights``, and the number of seeds after it
 
@@ -86,8 +86,9 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     micro_batches, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
-    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient norm
-    below = {"clip_norm": _limit_above(config)}  # between the norms of the mean gradient and of the summed gradient
+    noticed = {**clipped, "epsilon": 1e-3}  # with the default epsilon, Adam's step barely depends on the gradient norm
+    # This limit is above the norm of the mean gradient and below the norm of the gradient summed over tokens.
+    below = {"clip_norm": _limit_above(config)}
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights
@@ -124,7 +125,8 @@ def _limit_above(config: TransformerConfig) -> float:
 def _varied_seed(config: TransformerConfig) -> int:
     """Return a seed for weights that lead to hypotheses of different lengths.
 
-    Most models with random weights repeat a single token, so a bug in a search would have no effect.
+    Most models with random weights generate the same token over and over, so most bugs in a search would have no
+    effect.
     """
     ids = token_ids(config)["source_ids"]
     variety = {}
@@ -135,7 +137,7 @@ def _varied_seed(config: TransformerConfig) -> int:
         lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalized)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
         # Prefer seeds for which the length penalty, the beam size, and EOS change the results. Among these seeds,
-        # prefer seeds that lead to many different lengths.
+        # prefer seeds with which the hypotheses have many different lengths.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
         if variety[seed] >= ENOUGH:
@@ -145,9 +147,10 @@ def _varied_seed(config: TransformerConfig) -> int:
 
 @cache
 def _ending_seed(config: TransformerConfig) -> int:
-    """Return the first seed for ``ending_weights`` for which all consecutive penalties lead to different hypotheses.
+    """Return the first seed with which ``ending_weights`` leads to different hypotheses for consecutive penalties.
 
-    If there is no such seed, return the seed for which the largest number of consecutive penalties do so.
+    The hypotheses must differ for each pair of consecutive penalties in ``PREFERENCES``. If there is no such seed,
+    return the seed with the largest number of pairs for which the hypotheses differ.
     """
     ids, variety = _many_sources(config), {}
     for seed in (LIKELY_TO_END, *range(ENDING_SEEDS)):
@@ -188,8 +191,10 @@ def port_config(port: PluginPort) -> TransformerConfig:
     """Return a config with the conventions of a port and the sizes of the standard cases.
 
     Raises:
-        ValueError: If the port's ``overrides``, ``taps`` or ``left_out`` contain an unknown name, or if its model is
-            too small for the cases or unsuitable for comparisons.
+        ValueError: If the port's ``overrides``, ``taps``, or ``left_out`` contain an unknown name, or if ``left_out``
+            contains all cases with padding in a stage but not all cases in the stage. Also if the model has too few
+            positions for the cases, or if comparisons with the model would be meaningless (see
+            ``why_nothing_shows``).
     """
     known = [entry.name for entry in fields(TransformerConfig)]
     if unknown := [name for name in port.kind.overrides if name not in known]:
@@ -218,7 +223,10 @@ def port_config(port: PluginPort) -> TransformerConfig:
         kept = [case for case in cases if case.name not in port.left_out]
         padded = {case.stage for case in kept if (case.inputs["source_ids"] == config.pad_id).any()}
         if unpadded := [case.stage for case in kept if case.stage not in padded]:
-            raise ValueError(f"left_out of {port.name} must not list all cases with padding in the stage {unpadded[0]}")
+            raise ValueError(
+                f"left_out of {port.name} must leave at least one case with padding in the stage {unpadded[0]}, "
+                "or list all cases of this stage"
+            )
     return config
 
 
@@ -240,7 +248,7 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
         names, dtypes = (f"decode/many_{name}", "decoding"), ("float64",)
         case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
         case = case if earlier is forward else replace(case, magnitude="ending")
-        if name == "more_greedy":  # a large batch, because a port may process sentences in smaller groups
+        if name == "more_greedy":  # use a large batch, because a port may process sentences in smaller groups
             case = replace(case, inputs={each: np.tile(array, (TIMES, 1)) for each, array in inputs.items()})
         changes: dict[str, Any] = {**earlier}
         yield replace(case, before=(replace(case, **changes),))

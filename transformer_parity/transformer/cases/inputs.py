@@ -65,7 +65,7 @@ def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
 
 
 def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Add labels to a batch: the target is shifted by one position and followed by EOS and padding."""
+    """Add labels to a batch. The labels are the target without its first token, followed by EOS and padding."""
     target_ids = ids["target_ids"]
     labels = np.full_like(target_ids, config.pad_id)
     labels[:, :-1] = target_ids[:, 1:]
@@ -112,7 +112,7 @@ SHARPER, INNER_WIDER, WIDER, LOUDER = 12, 10, 5, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights with larger queries, so that scores exceed 88 and attention is saturated."""
+    """Return hard weights in which the queries are scaled up, so that scores exceed 88 and attention saturates."""
     return _scaled(hard_weights(config, seed), {**SHARP, **_wide(config)})
 
 

@@ -37,15 +37,15 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST is the maximum length in the config
 STEPWISE = 4  # number of positions that are decoded one at a time
 LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
-QUERIES = 300  # queries per head; more than a package processes at a time
-CHANNELS = 260  # channels per head; more than the number of queries that a package processes at a time
+QUERIES = 300  # number of queries per head; exceeds the number that any package processes at a time
+CHANNELS = 260  # number of channels per head; exceeds the number of queries that any package processes at a time
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
     "decoder_d_v": 15,
     "decoder_d_ff": 56,
 }
-VOCABULARY = 33_000  # tokens; exceeds the range of int16
+VOCABULARY = 33_000  # vocabulary size; the highest token IDs exceed the range of int16
 SEVERAL_BLOCKS = 2400  # vocabulary size; a beam of 3 has 225 blocks of 32 continuations, and 225 isn't divisible by 32
 
 
@@ -55,7 +55,7 @@ def standard_cases() -> list[Case]:
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
-    """Return a case that runs a preset's full model, scaled down. ``thorough`` adds all dtypes and the fast path."""
+    """Return a case that runs a small version of a preset's model. ``thorough`` adds all dtypes and the fast path."""
     # The presets of other implementations differ in conventions, not in sizes, so their cases use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
@@ -215,7 +215,7 @@ def large_vocabulary(config: TransformerConfig) -> Case:
 
 
 def gradient_case(preset: str) -> Case:
-    """Return a case for the gradients of a preset's full model, scaled down."""
+    """Return a case for the gradients of a small version of a preset's model."""
     case = preset_case(preset)
     inputs = with_labels(case.inputs, case.config)
     return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)
@@ -284,15 +284,15 @@ def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) ->
 
 
 def search_cases(preset: str) -> Iterator[Case]:
-    """Yield a greedy search and a beam search that use a preset's full model, scaled down."""
+    """Yield a greedy search and a beam search with a small version of a preset's model."""
     yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
 
 
 def _searches() -> Iterator[Case]:
     """Yield searches with post-norm and pre-norm, with padding as the BOS token, and with many competing hypotheses.
 
-    Most models with random weights repeat a single token. With seed 58, the hypotheses have different lengths, and a
-    length penalty of 1.5 makes long ones as good as short ones.
+    Most models with random weights generate the same token over and over. With seed 58, the hypotheses have different
+    lengths, and a length penalty of 1.5 gives long and short hypotheses similar scores.
     """
     yield from search_cases("paper_base")
     greedy, beam = searches("marian", preset_case("marian").config, dtypes=("float64",), num_hypotheses=1)
@@ -313,7 +313,7 @@ def _searches() -> Iterator[Case]:
 
 
 def _prefixes_and_samples(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches with prefixes, sampling, and scores of multiple translations per sentence."""
+    """Yield searches with prefixes, a search with sampling, and a case that scores two translations per sentence."""
     ids = token_ids(config)
     inputs = {"source_ids": ids["source_ids"]}
     prefix_ids = tuple((5, 9, 4)[: row % 4] for row in range(len(inputs["source_ids"])))  # 0 to 3 tokens per sentence
@@ -354,7 +354,7 @@ def _search_in_blocks() -> Case:
 
 
 def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
-    """Yield beam searches with the rules of other programs, and with weights for which every rule has an effect."""
+    """Yield beam searches that use the rules of other programs. The weights are such that every rule has an effect."""
     inputs, sizes = {"source_ids": token_ids(config)["source_ids"]}, {"beam_size": 4, "max_length": LONGEST}
     forced_end = SearchRules.preset("hf", at_limit="forced")
     opus = replace(forced_end, renormalize=True, banned_ids=(7,))

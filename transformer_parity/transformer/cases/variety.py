@@ -1,9 +1,11 @@
-"""A table of cases that vary batch sizes, lengths, magnitudes, and earlier calls.
+"""A table of cases with different batch sizes, lengths, magnitudes, and earlier calls.
 
-Together with the cases in ``for_ports``, these cases cover all pairs of values of the dimensions that are defined in
-``tests/variety.py``. If a bug affects only batches of one sentence, long limits, large values, or calls after an
-earlier call of a different kind, the port diverges in one of these cases. A greedy algorithm selected a small set of
-combinations.
+Some bugs occur only with a single sentence, with a high length limit, with large values, or after an earlier call of a
+different kind. A port with such a bug diverges in at least one of these cases.
+
+``tests/variety.py`` defines dimensions, such as the number of sentences, and lists the values of each dimension.
+Together with the cases in ``for_ports``, the cases in this table cover every possible pair of values from two different
+dimensions. A greedy algorithm selected a small set of such cases.
 
 The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
 variants are skipped as well.
@@ -34,17 +36,18 @@ MIXED: Padding = (0, 4, 8, 1)
 
 
 class Variant(NamedTuple):
-    """A batch for the full model, and the earlier calls.
+    """A batch for the full model, and the earlier call, if there is one.
 
     Attributes:
         name: Name of the case. It starts with the stage and the name of the original case.
         sentences: Number of rows.
         source: Width and padding of the source ids.
         target: Width and padding of the target ids; ignored by searches.
-        before: The earlier call: ``BATCH``, ``MODEL``, or the name of a different stage; empty for no earlier call.
+        before: The earlier call (``BATCH``, ``MODEL``, or the name of a different stage), or an empty string for none.
         large: True to use large weights.
         unlabeled: True to remove the labels from all rows except the first.
-        search: Beam size, length penalty, and maximum length of a search. ``LONGEST`` allows one token per position.
+        search: Beam size, length penalty, and maximum length of a search. With the maximum length ``LONGEST``, a
+            hypothesis can have as many tokens as the model has positions.
     """
 
     name: str
@@ -175,7 +178,7 @@ def variants(config: TransformerConfig, seed: int) -> Iterator[Case]:
 
 
 def longest(config: TransformerConfig) -> int:
-    """Return the length of the longest sequences in the cases."""
+    """Return the length of the longest sequence in the cases."""
     return config.max_positions or LENGTHY
 
 

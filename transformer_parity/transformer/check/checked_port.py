@@ -23,11 +23,11 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 @dataclass
 class CheckedPort:
-    """A port in a check and its results so far.
+    """A port that is being checked, and the results of this port so far.
 
     Attributes:
         job: The port, and the settings with which it runs.
-        given: Cases to run. None runs the cases that ``port_cases`` creates from the port's config.
+        given: Cases to run; if None, the cases that ``port_cases`` creates from the port's config.
         stages: Stages of the cases that ``port_cases`` creates.
         label: Name of the port in findings and reports.
         cases: Cases that the port runs; empty before the port is imported.
@@ -35,7 +35,8 @@ class CheckedPort:
         doing: Current task of the port's process.
         findings: Findings from all comparisons so far.
         audit: Result of the weight audit for each weight.
-        failure_reports: Blocks that introduced differences, with explanations.
+        failure_reports: Reports on failing cases. A report names the block that introduced a difference, and explains
+            the difference.
         environment: Package versions and settings in the port's process.
         spent: Time that the port's process used; None until the process finishes.
         is_done: True if the process has ended.

@@ -28,7 +28,7 @@ from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.registry import STAGES
 
 WEIGHTS = "weights"  # name of the test that checks whether the port exports the weights that it loaded
-KNOWN_ANSWER = "known_answer"  # name of the test of the reference
+KNOWN_ANSWER = "known_answer"  # name of the test that checks the reference
 
 
 class PortDisagreementError(Exception):
@@ -162,7 +162,7 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 
 
 def _describe(failing: Sequence[Finding], number: int) -> str:
-    """Return a message about the first comparison that fails, because its difference may cause the later failures."""
+    """Return a message about the first failed comparison, because this failure may have caused the later failures."""
     first = failing[0]
     where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
     place = f"{first.case} {where}".rstrip()

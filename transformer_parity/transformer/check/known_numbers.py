@@ -1,4 +1,4 @@
-"""A test that checks which reference is imported, and that it computes the values stored in this file.
+"""A test that checks that the correct reference is imported and that it computes the values stored in this file.
 
 ``PYTHONPATH`` or an old clone in the current directory can shadow ``reference_numpy`` with a different version. If
 someone introduced a bug into the installed reference, every port with the same bug would agree with the reference.
@@ -42,14 +42,15 @@ KNOWN = {
     "beam search": (12.380937871064447, -11.33330673570657),
     "optimizer step": (343.227418286648, -283.89645422657406),
 }
-TOLERANCE = 1e-10  # maximum relative error, because the libraries on different machines round differently
+TOLERANCE = 1e-10  # maximum relative error; it is not 0, because libraries on different machines round differently
 
 
 def check_reference() -> None:
     """Check where the reference was imported from and which values it computes.
 
     Raises:
-        UsageError: If a different reference is imported, or if the reference computes different values.
+        UsageError: If Python would import a reference that doesn't belong to this package, or if the reference doesn't
+            compute the values in ``KNOWN``.
     """
     if why := other_reference([os.getcwd()]):
         raise UsageError(why)

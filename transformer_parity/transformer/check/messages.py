@@ -42,13 +42,13 @@ class PortJob:
 
     @property
     def title(self) -> str:
-        """Name of the port before it is imported."""
+        """Preliminary name of the port, which is used until the port is imported."""
         return self.backend.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class PortImported:
-    """The name and dtypes that a port declares and, for a user's port, its config."""
+    """The name and the dtypes that a port declares. The message about a user's port also contains the port's config."""
 
     name: str
     config: TransformerConfig | None = None
@@ -98,7 +98,7 @@ class WeightsAudited:
 
 @dataclass(frozen=True)
 class FailureExplained:
-    """The block that introduced a difference and an explanation of the difference."""
+    """A report on a failing case, which names the block that introduced a difference and explains the difference."""
 
     report: FailureReport
 

@@ -38,8 +38,8 @@ WORK = "transformer_parity.transformer.check.one_port:work"  # entry point of a 
 SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # backends, sorted by the time for compiling and running all cases
 SILENCE = 600.0  # seconds of running time without a message, after which a process is stopped
 
-# glibc settings for new processes, equivalent to ``system.environment.keep_freed_memory`` for the current process. By
-# default, glibc returns freed memory to Linux and soon requests it again, which takes 12% of JAX's compile time.
+# glibc settings for new processes. ``system.environment.keep_freed_memory`` has the same effect in the current process.
+# By default, glibc returns freed memory to Linux and soon requests it again, which takes 12% of JAX's compile time.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
@@ -56,8 +56,8 @@ def run_all(
         ports: Ports to compare.
         interpreters: Dict from names of ports to the paths of their Python interpreters. All other ports use the
             current interpreter.
-        timeout: Seconds without a message, not including waits for a processor, after which a process is stopped. None
-            disables the limit.
+        timeout: Number of seconds without a message after which a process is stopped. Time during which the process
+            waits for a processor is not included. None disables the limit.
     """
     cores = processors()
     at_once = max(1, min(len(ports), cores))

@@ -169,7 +169,7 @@ class Conformance:
 
         planned = {test.name: test.title for test in self.tests}
         found = planned, list(self._changed()), described_elsewhere(files_elsewhere())
-        if hasattr(session.config, "workeroutput"):  # the main process decides
+        if hasattr(session.config, "workeroutput"):  # a worker only sends its results to the main process
             session.config.workeroutput[FACTS] = found
             return (yield)
         self._add(*found)
@@ -213,7 +213,7 @@ class Conformance:
                     yield str(error)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the problems and the commands that investigate the failures."""
+        """Print the problems, and the commands for investigating the failures."""
         for line in self.changed:
             terminalreporter.write_line(line, red=True)
         for line in self.files:
@@ -225,7 +225,7 @@ class Conformance:
 
 
 def _commands(facts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a command that investigates each port that differs.
+    """For each port that differs from the reference, yield a message with a command for investigating the difference.
 
     Prefer a failure in float64, because rounding errors can't cause failures in float64.
     """
@@ -250,7 +250,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _missing(port: str, facts: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> list[str]:
-    """Return messages about a port's stages that were not compared, based on the facts from the tests that ran."""
+    """Return messages about stages of a port that were not fully compared, given the facts that the tests recorded."""
     from transformer_parity.engine.findings import Finding
     from transformer_parity.engine.verdict import Coverage
 

@@ -29,7 +29,7 @@ class Selection:
     """The comparisons that the user requested from ``parity check``.
 
     Attributes:
-        backends: Backends to compare, without the reference.
+        backends: Backends to compare, excluding the reference.
         ports: The user's ports, as ``module:class`` or as names of entry points.
         dtypes: Requested dtypes; None for all dtypes.
         stages: Requested stages; None for all stages that have cases.
@@ -147,7 +147,9 @@ class Selection:
         return Coverage(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
 
     def not_tested(self, cases: Iterable[Case]) -> list[str]:
-        """Return descriptions of everything that this run doesn't compare, with the options that would include it.
+        """Return a description of each kind of comparison that this run omits.
+
+        A description usually names the option that excludes or adds the comparison.
 
         Args:
             cases: The cases of all ports.

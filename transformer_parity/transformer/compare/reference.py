@@ -46,7 +46,7 @@ class Reference:
         """Return the expected tensors of a case.
 
         Raises:
-            NotFiniteError: If the reference overflows in float64, or in float32 if that is the dtype.
+            NotFiniteError: If the reference overflows in float64 or, if the working dtype is float32, in float32.
         """
         key = (_key(case, placement.dtype), placement)
         if key not in self._known:
@@ -114,7 +114,7 @@ class Reference:
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
         """Return the float64 outputs, which are the same whether the working dtype is float64 or float32."""
         key = _key(case, dtype)
-        if STAGES[case.stage].trains:  # training takes fewer steps in float32
+        if STAGES[case.stage].trains:  # if the working dtype is float32, training stops after fewer steps
             key = (key, dtype)
         if key not in self._truths:
             truth = _run(case, exact, dtype)

@@ -27,13 +27,14 @@ from transformer_spec.search import Search, SearchPlan
 
 @dataclass(frozen=True)
 class Doubt:
-    """A decision in which the reference would have chosen differently.
+    """A decision of a port that the reference would have made differently.
 
     Attributes:
         sentence: Row of the batch.
         step: Number of the token; 0 if the decision is about the ranking of finished hypotheses.
-        margin: Amount by which the reference prefers its own choice: a difference of log-probabilities in nats or, if
-            the decision is about a ranking, a difference of scores.
+        margin: Amount by which the reference prefers its own choice. If the decision compares scores, as in the ranking
+            of finished hypotheses, the margin is a difference between two scores. Otherwise, it is a difference between
+            two log-probabilities, in nats.
         noise: Largest margin that rounding can explain, in the unit of ``margin``.
         what: Description of the decision.
     """
@@ -85,7 +86,7 @@ def summary(doubts: Sequence[Doubt]) -> str:
 
 
 def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: Search) -> list[Doubt]:
-    """Return the decisions in a port's search of one sentence in which the reference would have chosen differently."""
+    """Follow a port's search for one sentence, and return the decisions that the reference would make differently."""
     config, options = scorer.truth.config, options.of(sentence)
     plan = options.plan(config, (scorer.source != config.pad_id)[None])
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
@@ -198,7 +199,7 @@ class _BeamFollower:
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # maps a hypothesis to its margin in nats; negative if outside the beam
+        self.inside: dict[Tokens, float] = {}  # margin of each hypothesis, in nats; negative outside the beam
         self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
@@ -209,7 +210,7 @@ class _BeamFollower:
             ways = self.scorer.continuations(beam, self.plan)
             best = ways.best(2 * self.plan.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
-            # If the rules let the beam shrink, the beam size is the number of hypotheses that continued.
+            # If the rules let the beam shrink, its size is the number of hypotheses that the port kept last.
             width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
             last_in = best[min(width, len(best)) - 1][1]
             first_out = best[width][1] if len(best) > width else -math.inf
@@ -227,7 +228,7 @@ class _BeamFollower:
         return float(self.plan.penalties[length])
 
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
-        """Record a decision. If the length of a hypothesis is given, the margin is a difference of scores."""
+        """Record a decision. If ``length`` is not 0, the margin is a difference between two scores of this length."""
         noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
@@ -279,7 +280,7 @@ class _BeamFollower:
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # the search stops if every score in the pool is higher
+        needed = -math.inf if stop == "first" else attainable  # the search stops if all scores in the pool exceed this
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)

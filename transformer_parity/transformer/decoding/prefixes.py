@@ -86,7 +86,10 @@ class Continuations:
         return -math.inf if row is None else float(self.exact[row, tokens[-1]])
 
     def noise(self, candidates: Iterable[Tokens]) -> float:
-        """Return the rounding noise of the given continuations in nats, derived from the reference's own error."""
+        """Return the rounding noise in the log-probabilities of the given continuations, in nats.
+
+        The noise is derived from the reference's own error.
+        """
         at = [(self.rows[tokens[:-1]], tokens[-1]) for tokens in candidates if tokens[:-1] in self.rows]
         exact = np.array([self.exact[place] for place in at if self.exact[place] > -math.inf])
         largest = np.abs(exact).max(initial=0.0)

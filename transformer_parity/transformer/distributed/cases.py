@@ -18,7 +18,7 @@ from transformer_spec.training_config import TrainingConfig
 DISTRIBUTED = "distributed"  # name of the stage in reports
 Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
 LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # target lengths; with two shards, the first shard has most of the tokens
-ON_ONE_SHARD = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths for which one shard has all tokens in each micro-batch
+ON_ONE_SHARD = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths; in each micro-batch, all tokens are in the same shard
 SOURCE_LENGTH = 9
 
 

@@ -1,4 +1,4 @@
-"""Check that training on multiple devices gives the same results as on one device, for each parallelism plan."""
+"""Check that training with each parallelism plan gives the same results as training on one device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OFFERED = {"tf": USUAL[:1]}  # TensorFlow doesn't support other plans
 OF_A_PORT = USUAL[:1]  # default plan for user ports
 WHOLE_RUN = STAGE[0]  # other frameworks resume this run halfway
 
-Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts processes for a total number of devices
+Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts the processes for a given number of devices
 
 
 @dataclass
@@ -66,7 +66,7 @@ class DistributedCheck:
     dtypes: Sequence[str] | None = None
     _left: tuple[Snapshot, str] | None = field(
         default=None, init=False
-    )  # snapshot halfway through a run, and a phrase for its framework and plan
+    )  # snapshot halfway through a run, and a phrase that names the run's framework and plan
 
     def __post_init__(self) -> None:
         for name in self.named if self.processes else ():
@@ -101,7 +101,10 @@ class DistributedCheck:
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
     def not_tested(self) -> list[str]:
-        """Return a description of each part that this check omits, with the option or command that would check it."""
+        """Return a description of each kind of comparison that this check omits.
+
+        A description usually names an option or a different command.
+        """
         found = []
         if self.backends:
             found = [f"{name} (not in --backends)" for name in PORTS if name not in ("numpy", *self.backends)]

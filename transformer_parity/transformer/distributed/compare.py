@@ -69,7 +69,7 @@ def findings(
         run: The run.
         seen: Results of each process.
         expected: Results on one device from the reference or, if the run uses dropout, from the framework itself.
-        baseline: Results on one device with the precision of the run; None for float64.
+        baseline: Results on one device, in the same precision as the run; None if this precision is float64.
     """
     author = run.case.author(backend, run.probe.dtype)
     if refused := next((one.refused for one in seen if one.refused), ""):
@@ -101,7 +101,7 @@ def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
 
 
 def draws(probe: Probe) -> bool:
-    """Return True if a run uses dropout, so that the reference can't provide the expected results."""
+    """Return True if a run uses dropout. The reference can't provide the expected results of such a run."""
     rates = probe.config.dropout
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
@@ -117,7 +117,7 @@ def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
 
 
 def tensors(seen: Seen) -> dict[str, ndarray]:
-    """Return the results of a process as a dict from names to tensors, in the order in which a bug affects them."""
+    """Return the results of a process as a dict from names to tensors, in the order in which an error propagates."""
     numbers: dict[str, ndarray] = {}
     reported: dict[str, Sequence[float]] = {
         LOSS: seen.losses,
@@ -170,13 +170,14 @@ def _tensors(
 
 
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
-    """Return the tolerance of a tensor. In lower precision than float64, it depends on the errors on one device."""
+    """Return the tolerance of a tensor. Except in float64, it depends on the errors of the same run on one device."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
         return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
-    # A tensor that depends linearly on the gradient has the same relative error, and a square has twice this error.
+    # A tensor that is linear in the gradient has the same relative error as the gradient. A tensor that depends on the
+    # square of the gradient has twice this error.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
     return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
@@ -190,7 +191,7 @@ def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> fl
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
-    """Return the error of a tensor; infinite if its shape is wrong or if it contains NaN or infinity."""
+    """Return the error of a tensor, or infinity if its shape is wrong or if it contains NaN or infinity."""
     if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
         return math.inf
     return training_error(name, found, wanted)
@@ -227,7 +228,7 @@ def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> s
     """Return an error message if a device stores too many parameter elements for the plan, else an empty string."""
     every = sum(map(math.prod, shapes.values()))
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
-    if most <= (due + every) / 2:  # some frameworks don't shard all parameters, so accept more elements
+    if most <= (due + every) / 2:  # accept more elements than ``due``: some frameworks don't shard all parameters
         return ""
     return f"a device must store about {due / every:.0%} of all parameter elements: a device stores {most / every:.0%}"
 
@@ -248,7 +249,7 @@ class Holdings:
         return cls(parts)
 
     def places(self, name: str) -> set[Place]:
-        """Return the positions of the shards of a parameter, without duplicates."""
+        """Return the distinct positions of a parameter's shards."""
         return {place for _, place, _ in self.parts[name]}
 
     def apart(self) -> list[str]:

@@ -18,8 +18,8 @@ from transformer_parity.transformer.distributed.worker import Seen, own_batch
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
-EXACT = 1e-6  # maximum relative residual up to which a gradient is considered a sum of the gradients of rows
-READ = 0.01  # if the coefficient of a row is larger, the process has read this row; the exact values are 0 and 1
+EXACT = 1e-6  # maximum relative residual of a gradient that is a sum of the gradients of individual rows
+READ = 0.01  # a process reads the rows whose coefficients exceed this value; exact coefficients are 0 or 1
 LOSS = 1e-9  # maximum relative error of a loss
 
 
@@ -28,7 +28,8 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
 
     Args:
         probe: The run. Its config is the port's config.
-        plan: The parallelism plan. The axes ``data``, ``fsdp``, and ``tensor`` number the processes in row-major order.
+        plan: The parallelism plan. Processes are numbered in row-major order over the axes ``data``, ``fsdp``, and
+            ``tensor``.
         seen: Results of each process.
     """
     batches = [own_batch(probe, shard) for shard in range(plan.shards)]

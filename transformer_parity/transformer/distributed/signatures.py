@@ -174,7 +174,7 @@ def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Co
 
 
 def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributions | None) -> tuple[str, str]:
-    """Return a description of a wrong gradient, and the coefficients of the contributions as text if they are known."""
+    """Return a description of a wrong gradient and, if known, the coefficients of its contributions as text."""
     if not np.isfinite(seen.gradient[name]).all():
         return NO_TOKENS, ""
     if contributions is None:
@@ -188,7 +188,7 @@ def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributio
 
 
 def _named(shards: ndarray, contributions: Contributions, loss: float, counted: float | None) -> str:
-    """Return a description of the bug that the coefficients of the contributions indicate.
+    """Identify a bug from the coefficients of the contributions, and return a description of the bug.
 
     Args:
         shards: Coefficients [micro-batches, shards]. NaN matches any number.
@@ -218,12 +218,12 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
     if what := next((what for what, pattern in patterns if width > 1 and _near(shards, pattern)), ""):
         return what
     present = [shard for shard in range(width) if not _near(shards[:, shard], 0.0)]
-    if not present:  # shards with NaN have a contribution of zero
+    if not present:  # NaN means that the contribution of a shard is zero
         present = [shard for shard in range(width) if np.isnan(shards[:, shard]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
-    if counted is None:  # estimate the ratio, because all devices may have trained on the same shard
+    if counted is None:  # estimate the ratio, assuming that all devices have trained on the same shard
         counted = of_present if _near(shards[:, present] * of_present, width) else 1.0
-    shards = shards * counted  # number of times that the rows of each shard are included
+    shards = shards * counted  # number of times that the gradient includes each shard's rows
     if len(shards) > 1 and _near(shards[-1], 1.0):
         return "correct only in the last micro-batch: earlier micro-batches are not reduced"
     if len(present) == 1 and width > 1 and _near(shards[:, present[0]], 1.0):
@@ -236,7 +236,7 @@ def _named(shards: ndarray, contributions: Contributions, loss: float, counted: 
 
 
 def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
-    """Yield descriptions of errors in the loss, the norm, the update, or the gathered state, for a correct gradient."""
+    """Yield descriptions of errors in the loss, norm, update, or gathered state of a run whose gradient is correct."""
     factor = seen.norms[0] / expected.norms[0] if seen.norms else 1.0
     loss = seen.losses[0] - expected.losses[0]
     if not math.isfinite(loss):

@@ -16,8 +16,10 @@ from transformer_spec.parallel_plan import Plan
 
 STEPS = 4  # number of steps to run
 EXACT = 1e-9  # maximum relative error of the losses
-OF_SHARD = "distributed/data=2/short"  # bugs for this case can occur with any number of data-parallel shards
-OF_PARTS = "distributed/fsdp=2/short"  # bugs for this case can occur with any number of FSDP shards
+# In the bug catalog, each bug names the case that detects it. The bugs with the case ``OF_SHARD`` can occur with any
+# number of data-parallel shards, and the bugs with the case ``OF_PARTS`` can occur with any number of FSDP shards.
+OF_SHARD = "distributed/data=2/short"
+OF_PARTS = "distributed/fsdp=2/short"
 
 
 def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
@@ -43,7 +45,7 @@ def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
 
 
 def _losses(bug: Bug, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
-    """Return the losses of the first steps in the reference with an injected bug."""
+    """Inject a bug into the reference, and return the losses of its first ``steps`` training steps."""
     package = edited_package("reference_numpy", tuple(bug.edits["numpy"]))
     model = package.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))

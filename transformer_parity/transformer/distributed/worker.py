@@ -43,12 +43,12 @@ Place = tuple[tuple[int, int], ...]  # start and stop of a shard along each axis
 Held = tuple[int, Place, str]  # device of a shard, its position in the full parameter, and its hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 OWN_LENGTH = 4  # all targets in a shard's own batch have this length, so all rows have the same weight in the loss
-OWN_STEP = 1000  # first step number for the shards' own batches; no run has this many steps
+OWN_STEP = 1000  # step number of the first shard's own batch; no run has this many steps
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run after a step. Every framework can resume a run from a snapshot, with any plan.
+    """The state of a run after a step. Every framework can resume the run from this state, regardless of the plan.
 
     Attributes:
         weights: One array per canonical name.
@@ -94,8 +94,8 @@ class Seen:
         own_gradient: Gradient of the initial model if each shard receives a different batch. Only for user ports with
             one process per device.
         own_loss: Loss of an additional training step on these batches.
-        sizes: Number of parameter elements on each device. Only for user ports with a plan that shards parameters or
-            with one process.
+        sizes: Number of parameter elements on each device. Only for user ports, and only if the plan shards parameters
+            or if one process controls all devices.
     """
 
     first: int = 0
@@ -157,7 +157,7 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     """Train a user's port in this process and return the results, or None if another process controls all devices.
 
     Args:
-        port: The user's port. Its config replaces the config of the run, without dropout.
+        port: The user's port. The run uses the port's config, with dropout disabled.
         task: The run. It must start at the first step.
     """
     rank, plan = int(os.environ["RANK"]), task.plan or Plan()

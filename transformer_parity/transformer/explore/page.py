@@ -1,4 +1,4 @@
-"""Create the page of the explorer, a self-contained HTML file that doesn't load any other files."""
+"""Create the explorer page, a self-contained HTML file that doesn't load any other files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def environment(package: str = "transformer_parity.transformer.explore") -> Envi
 
 
 def parts(views: Sequence[View]) -> dict[str, Any]:
-    """Return the variables for a template that imports ``explorer.html``, to show the given views."""
+    """Return the variables that a template needs to show the given views with ``explorer.html``."""
     return {
         "colors": Markup(page_colors()),
         "explorer_style": Markup((TEMPLATES / "explorer.css").read_text("utf-8")),

@@ -133,7 +133,7 @@ def record(
 
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
-    """Run the reference, and return a recording of its taps and of the ports' taps, which the evidence contains."""
+    """Run the reference, and return a recording that contains its taps and the taps of the ports in ``found``."""
     expected = subject.run(subject.truth, {})
     baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]

@@ -23,7 +23,8 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-# Maximum total number of values in all scores and weights. The base model needs fewer for 20 source and target tokens.
+# Maximum total number of values in all scores and weights. A sentence with 20 source tokens and 20 target tokens has
+# fewer values in the base model.
 MOST_WEIGHTS = 150_000
 MOST_CHANNELS = 2048  # maximum number of channels for which full values are stored
 SIDES = ("source", "target")
@@ -96,13 +97,13 @@ def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
 
 
 def side_of(tap: str) -> str:
-    """Return the side (source or target) whose positions are the rows of a tap."""
+    """Return ``source`` if the rows of a tap correspond to source positions, else ``target``."""
     of_memory = tap.endswith(("cross_attention.key", "cross_attention.value"))
     return "source" if of_memory or tap.startswith(("encoder.", "source_")) else "target"
 
 
 def keys_of(tap: str) -> str:
-    """Return the side (source or target) whose positions are the columns of scores or weights."""
+    """Return ``source`` if the columns of scores or weights correspond to source positions, else ``target``."""
     return "source" if ".cross_attention." in tap else side_of(tap)
 
 
@@ -129,7 +130,8 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 def _worst(recording: Recording, row: int, side: str) -> int:
     """Return the source or target position at which a port's first wrong tap has the largest error.
 
-    Ports whose first wrong tap is on the other side are ignored. If no port remains, return 0.
+    ``side`` selects source or target positions. The function uses the first port whose first wrong tap has such
+    positions and the correct shape. If there is no such port, the result is 0.
     """
     for port in recording.ports:
         name = port.first_over
@@ -177,7 +179,7 @@ class _Tap:
         return value[..., windows[keys_of(self.name)]] if self.is_attention else value
 
     def _of_port(self, port: Recorded, windows: Mapping[str, slice]) -> ndarray | None:
-        """Return the values of a port to show, or None if the tap has the wrong shape in this port."""
+        """Return the port's values that the page shows, or None if the port doesn't report them in the right shape."""
         value = port.actual.get(self.name)
         if value is None or value.shape != self.recording.expected[self.name].shape:
             return None

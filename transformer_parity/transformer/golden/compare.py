@@ -1,7 +1,7 @@
 """Compare two directories of golden vectors.
 
 Directory A defines the task: config, weights, inputs, and cases. The NumPy reference recomputes every case, and the
-tensors of both directories are compared with the results of the reference. Errors in A are therefore also detected.
+tensors in both directories are compared with the recomputed tensors. Errors in A are therefore also detected.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class DirectoryPair:
 
     @cached_property
     def copied(self) -> dict[tuple[str, str], list[str]]:
-        """A dict from case and dtype to the names of B's tensors that are copies of A's tensors."""
+        """A dict from pairs of case and dtype to the names of B's tensors that are copies of A's tensors."""
         return find_copies(self.truth, self.candidate, self.cases)
 
     @property
     def asked(self) -> Coverage:
-        """The comparisons that a complete check requires: A's cases in the requested stages, in the dtypes of B."""
+        """The comparisons that a complete check requires: A's cases in the requested stages, in each dtype of B."""
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
@@ -103,7 +103,7 @@ class DirectoryPair:
 
 
 def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[DirectoryPair]:
-    """Read the golden vectors of one or more models from two directories. The models must have the same names in both.
+    """Read the golden vectors of one or more models from two directories, which must contain the same models.
 
     Raises:
         OSError: If a directory contains no golden vectors, or if a file can't be read.

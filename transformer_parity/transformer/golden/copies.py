@@ -19,8 +19,8 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenDirectory
 
 MANY = 32  # minimum number of values for testing a tensor individually
-FEW = 8  # minimum total number of values in the smaller tensors of a stage, which are tested together
-NEARLY_ALL = 0.9  # fraction of identical values above which a tensor is a copy
+FEW = 8  # minimum total number of values for testing the smaller tensors of a stage together
+NEARLY_ALL = 0.9  # a tensor is considered a copy if at least this fraction of its values is identical in A and B
 # Tensors that different programs compute with the same few operations from identical values. In step 1, Adam moves each
 # weight by the learning rate, regardless of the size of the gradient.
 EXACT = (
@@ -31,12 +31,12 @@ EXACT = (
     "decoder.layers.0.cross_attention.query",
     "step 1 weight *",
 )
-MOVED = 0.1  # minimum relative change of a weight in training; weights that change less may have identical bits
+MOVED = 0.1  # minimum relative change of a weight in training; weights that change less may round to equal values
 Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
-    """Return a dict from case and dtype to the names of the tensors in B that are copies of tensors in A.
+    """Return a dict from pairs of case and dtype to the names of the tensors in B that are copies of tensors in A.
 
     If B contains at least one copy in a case and dtype, the result lists all tensors of this case that are identical in
     A and B, including those in ``EXACT``.

@@ -14,7 +14,7 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirector
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
-# Patterns for the names of the main results of each stage. B must contain these results in at least half of the cases.
+# Name patterns that match each stage's main results. B must contain these results in at least half of the cases.
 # Otherwise, an incorrect program may pass, because all other tensors may agree.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
@@ -42,7 +42,7 @@ def gaps(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Sequence[Cas
 
 
 def _has_results(case: Case, truth: GoldenDirectory, candidate: GoldenDirectory) -> bool:
-    """Return whether B contains at least half of the results of a case in one dtype."""
+    """Return whether B contains at least half of the main results of a case, in at least one dtype."""
     for dtype in DTYPES:
         if truth.holds(case, dtype) and candidate.holds(case, dtype):
             names = [name for name in truth.tensors(case, dtype) if fnmatchcase(name, RESULTS[case.stage])]

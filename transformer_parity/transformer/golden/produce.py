@@ -74,7 +74,7 @@ def compute(
     """Run all cases. Return the tensors of each case by dtype, and the entries for tensors that the port can't compute.
 
     Raises:
-        RuntimeError: If the port raises an exception in a case or modifies its inputs.
+        RuntimeError: If the port raises an exception in a case or modifies the inputs of the case.
         TypeError: If the tokens of a search aren't integers.
     """
     known = {case.name: case for case in cases}
@@ -104,4 +104,5 @@ def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
         if tensors[TOKENS].dtype.kind not in "iu":
             raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
         tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
-    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant concatenation of gradients
+    # Don't store the concatenation of all gradients, because the individual gradients contain the same values.
+    return {name: value for name, value in tensors.items() if name != WHOLE}

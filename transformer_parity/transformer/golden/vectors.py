@@ -300,7 +300,7 @@ def _differing_case(first: Case, second: Case) -> list[str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
-    """Return a text that lists the fields that differ between two configs, with both values; empty if none differ."""
+    """Return a comma-separated list of the fields that differ between two configs, with both values."""
     ours, theirs = first.to_dict(), second.to_dict()
     return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
 

@@ -42,8 +42,8 @@ def write(
         path: The directory.
         producer: Description of the program that computed the tensors, with its ``name`` and any additional entries.
         config: Config of the model.
-        weights: Parameters of the model, one array per canonical name. If a case uses different parameters, they are
-            written to an additional file.
+        weights: Parameters of the model, one array per canonical name. If a case doesn't use these parameters, its own
+            parameters are written to an additional file.
         computed: Pairs of a case and its tensors. The tensors are keyed by dtype and then by name, in the order of
             computation.
         dtypes: The dtypes to list in the manifest.
@@ -73,7 +73,7 @@ def write(
 
 
 class _Weights:
-    """The weight files in a directory. Each distinct set of weights has a file. The first one is named ``WEIGHTS``."""
+    """The weight files in a directory, one per distinct set of weights. The first file is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config
@@ -134,7 +134,7 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
     If an error occurs, the temporary directory is deleted.
 
     Args:
-        path: The final path of the directory. It must not exist, unless it is empty or ``force`` applies.
+        path: The final path of the directory. If it already exists, it must be empty, or ``force`` must be True.
         force: Whether to replace existing golden vectors. Other files are never replaced.
 
     Raises:

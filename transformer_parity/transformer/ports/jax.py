@@ -81,7 +81,7 @@ class LoadedJax(LoadedPackage):
 
 @cache
 def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
-    """Return a compiled function that runs any block of any model of a package.
+    """Return a compiled function that can run any block of any model in ``package``.
 
     All models share this function, so JAX recompiles it only if a static argument or a shape differs.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-QUICK = 1024  # rows and columns of the matrices that `parity info` multiplies
+QUICK = 1024  # number of rows and columns of the matrices that `parity info` multiplies
 
 
 def timed(run: Callable[[], Any]) -> float:

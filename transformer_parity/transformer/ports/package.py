@@ -44,7 +44,7 @@ COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # a block without parameters; fast models use a fused implementation
 CROSS_ENTROPY = "cross_entropy"  # the summed loss of given logits, and the number of target tokens
 SCORE = "score"  # the log-probabilities of given translations
-PARTS = ("Encoder", "Decoder")  # blocks that load as separate models, with the weights of the full model
+PARTS = ("Encoder", "Decoder")  # blocks that can be loaded as separate models, with the weights of the full model
 
 
 class LoadedPackage:
@@ -97,7 +97,8 @@ class LoadedPackage:
             raise ValueError("gradients must contain one array per tap: got none")
         if found.frozen:
             raise ValueError(
-                f"gradients must not list frozen parameters, because all parameters are trained: got {found.frozen[0]}"
+                "the field `frozen` of the gradients must be empty, because the check doesn't freeze any parameters: "
+                f"got {found.frozen[0]}"
             )
         return found
 

@@ -133,7 +133,7 @@ class SourcePackage:
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and node of each definition: functions, classes, and assignments such as ``X = nn.Dropout``."""
+    """Yield the name and node of each function, each class, and each assignment such as ``X = nn.Dropout``."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node
@@ -156,7 +156,7 @@ def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def list_names(packages: list[SourcePackage]) -> str:
-    """Return a text that lists the public names by module. A star marks names that some packages don't define."""
+    """List the public names by module, as text. A star marks names that some packages don't define."""
     lines = []
     modules = dict.fromkeys(name for package in packages for name in package.modules)
     for module in modules:

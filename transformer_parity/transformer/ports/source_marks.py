@@ -1,7 +1,7 @@
 """Token-by-token differences between a port's code and the reference's code, for ``parity source`` and the site.
 
-The comparison ignores comments, annotations, and layout. It also ignores that the frameworks use different names for
-the forward method.
+The comparison ignores comments, annotations, and layout. It treats the forward method's names in the different
+frameworks as the same name.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ def _one_name(text: str) -> str:
 def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
     """Match the tokens of the reference with the tokens of a port, and return a dict from reference to port indices.
 
-    A token only matches a token in the same class or function.
+    Two tokens match only if they are in the same class or function.
     """
     found: dict[int, int] = {}
     for owner in dict.fromkeys(token.owner for token in reference):
         theirs_here = [i for i, token in enumerate(reference) if token.owner == owner]
         ours_here = [i for i, token in enumerate(ours) if token.owner == owner]
         shortest = 1
-        while True:  # first match tokens in order, then sequences that have moved
+        while True:  # first match tokens in order, then longer sequences that have moved
             left = [_one_name(reference[i].text) if i not in found else ("theirs", i) for i in theirs_here]
             taken = set(found.values())
             right = [_one_name(ours[i].text) if i not in taken else ("ours", i) for i in ours_here]

@@ -82,7 +82,7 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        # Searches with the rules of other programs run only in float64. Compile these searches with XLA anyway, because
+        # Searches that use other programs' rules run only in float64. Compile these searches with XLA anyway, because
         # the check must cover the compiled code.
         if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
             with self.package.runtime.quick_compilation():

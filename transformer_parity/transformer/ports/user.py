@@ -90,12 +90,12 @@ class Port:
         raise NotImplementedError
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the label-smoothed loss per non-padding target token and the gradients of the loss, without dropout.
+        """Compute, without dropout, the label-smoothed loss per non-padding target token and the gradients of the loss.
 
-        Return ``Gradients(loss, parameters)``, with one gradient per canonical name, or
-        ``Gradients(loss, parameters, taps)``, which adds the gradient at every tap that you report. A tied embedding
-        matrix has only one gradient. Labels are padded with ``config.pad_id``. Some rows of the labels may contain only
-        padding, but every batch contains at least one label that isn't padding.
+        Return ``Gradients(loss, parameters)``, with one gradient per canonical name. To also return the gradients at
+        the taps that you report, return ``Gradients(loss, parameters, taps)``, with one gradient per reported tap. A
+        tied embedding matrix has only one gradient. Labels are padded with ``config.pad_id``. Some rows of the labels
+        may contain only padding, but every batch contains at least one label that isn't padding.
         """
         raise NotImplementedError
 
@@ -107,8 +107,8 @@ class Port:
 
         If ``settings.clip_norm`` is not None, scale the full gradient down to that norm. If your model doesn't support
         clipping, add the case ``steps/port_clipped`` to ``left_out``. ``settings.accumulation_steps`` is the number of
-        micro-batches, and the number of sequences in each batch is a multiple of it. The results must match a step on
-        the full batch, so you may also process the batch all at once.
+        micro-batches, and the number of sequences in each batch is a multiple of it. The results must match the results
+        of a step on the full batch, so you may also process the full batch at once.
         """
         raise NotImplementedError
 
@@ -137,10 +137,10 @@ class Port:
         raise NotImplementedError
 
     def parameters_per_device(self) -> Sequence[int]:
-        """Return the number of parameter elements on each device of this process, after ``distribute``.
+        """Return the number of parameter elements that each device of this process stores after ``distribute``.
 
-        This method is only required for plans with ``fsdp`` or ``tensor``, and for ports with ``one_process``. With
-        PyTorch's ``fully_shard``, return ``[sum(p.to_local().numel() for p in model.parameters())]``.
+        This method is required only if the plan contains ``fsdp`` or ``tensor``, or if the port sets ``one_process``.
+        With PyTorch's ``fully_shard``, return ``[sum(p.to_local().numel() for p in model.parameters())]``.
         """
         raise NotImplementedError
 

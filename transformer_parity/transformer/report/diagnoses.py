@@ -79,9 +79,9 @@ def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Se
 
 
 def gap(blame: Blame | None) -> str:
-    """Return a hint to report more taps if the port reports too few to locate a difference precisely.
+    """If the port reports too few taps to locate a difference precisely, return a hint to report more taps.
 
-    If the difference is located precisely, return an empty string.
+    Otherwise, return an empty string.
     """
     if blame is None or not blame.introduced or blame.stage != ACTIVATIONS or blame.replayed == "nothing":
         return ""

@@ -146,7 +146,7 @@ def _main_first(entries: Iterable[Result]) -> list[Any]:
 
 
 def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the trees that show where differences start: the first tree of each port, and the remaining trees."""
+    """Return the trees that show where differences start, in two lists: the first tree of each port, and the rest."""
     first: dict[str, dict[str, Any]] = {}
     others = []
     for blame in _main_first(result["blames"]):

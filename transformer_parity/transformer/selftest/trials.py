@@ -99,7 +99,7 @@ def where_it_is(failures: list[Finding], bug: Bug) -> bool:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(bug.announced):
             return False
-    if rest and rest[0].tap == WHOLE:  # this tensor contains all gradients, so it doesn't locate a bug
+    if rest and rest[0].tap == WHOLE:  # this tensor contains all gradients, so its error doesn't show where the bug is
         del rest[0]
     if not bug.at and bug.path != "run":
         return not rest
@@ -111,7 +111,7 @@ def where_it_is(failures: list[Finding], bug: Bug) -> bool:
 
 
 def _blamed(case: Case, bug: Bug, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
-    """Return whether a replay of every block also locates the bug; True if the case can't be replayed."""
+    """Return True if a replay of every block locates the bug at the expected tap, or if there is no replay."""
     if case.stage not in REPLAYED or bug.dtype != "float64" or bug.path != "taps":
         return True
     if not bug.at or bug.at == LOSS or not shown:
@@ -141,7 +141,7 @@ def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
 
 
 def _is_named(found: Diagnosis, case: Case, bug: Bug) -> bool:
-    """Return whether a diagnosis names a bug, or a convention that makes the same change."""
+    """Return whether a diagnosis names a bug, or a different candidate with the same change."""
     known = candidates(case.config, case.stage)
     names = {bug.name, *(other.name for other in known if content(other) == content(bug))}
     return found.confidence == EXACT and not names.isdisjoint(found.candidates)
@@ -159,7 +159,7 @@ EACH = 2.5 * 2**30  # bytes of memory per process; each process imports all fram
 
 
 def number_of_processes(jobs: int) -> int:
-    """Return the number of processes for a number of jobs. The processors and the free memory limit this number."""
+    """Return how many processes to start for the given number of jobs, limited by the processors and free memory."""
     return max(1, min(jobs, processors(), int(free_bytes() / EACH)))
 
 
@@ -172,7 +172,7 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
         timeout: Seconds without a message after which a process is stopped, as in ``processes.run_all``.
 
     Raises:
-        ChildEndedError: If a process ends before it finishes its part, or times out.
+        ChildEndedError: If a process ends before it finishes its part of the bug catalog, or if a process times out.
     """
     jobs = sorted(
         ((backend, part) for backend in backends for part in chosen),
@@ -199,7 +199,7 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
 
 
 def work(parent: Parent) -> None:
-    """Receive the names of all ports, followed by pairs of a port and a part of the bug catalog to test."""
+    """Receive the names of all ports. Then repeatedly receive a port and a part of the bug catalog to test."""
     backends = parent.receive()
     for name in PORTS:  # this import order avoids conflicts between the frameworks
         if name in backends:

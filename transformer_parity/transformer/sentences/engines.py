@@ -83,7 +83,7 @@ class Pieces:
         self.size = max(ids.values()) + 1
 
     def ids(self, line: str) -> list[int]:
-        """Return the token IDs of a line, in which special tokens are recognized."""
+        """Return the token IDs of a line. Special tokens in the line are converted to their IDs."""
         parts = self._split.split(line)  # text, special, text, special, ...
         found: list[int] = []
         for text, special in zip(parts[::2], [*parts[1::2], None], strict=True):

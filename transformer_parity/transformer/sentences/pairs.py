@@ -63,7 +63,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
         name: The name of the file, for error messages.
 
     Raises:
-        ValueError: If a line is not UTF-8 or too long, or if the file is damaged.
+        ValueError: If a line is too long or is not valid UTF-8, or if the file is damaged or a git-lfs pointer.
     """
     try:
         for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):

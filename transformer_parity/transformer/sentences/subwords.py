@@ -153,7 +153,7 @@ class JointVocabulary(Vocabulary):
         return [self._special.get(token) or processor.id_to_piece(self._pieces.get(token, unknown)) for token in ids]
 
     def table(self) -> dict[str, int]:
-        """Return the ID of each subword, and of the padding and EOS tokens, which have the names that Marian uses."""
+        """Return a dict from subwords to IDs. It includes the padding and EOS tokens under Marian's names."""
         processor = self.subwords.processor
         subwords = {processor.id_to_piece(piece): token for token, piece in self._pieces.items()}
         return {**subwords, "<pad>": self._pad_id, "</s>": self._eos_id}

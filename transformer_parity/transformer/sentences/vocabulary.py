@@ -1,4 +1,4 @@
-"""The interface of vocabularies, which convert lines of text to the token IDs of a model, and token IDs to text."""
+"""The interface of vocabularies, which convert lines of text to token IDs, and token IDs back to text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_spec.config import TransformerConfig
 # the memory.
 LONGEST = 4096
 
-# The strings in which Hugging Face transformers removes the space, in the order of the replacements.
+# Hugging Face transformers removes the spaces from these strings, one string after another in this order.
 TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -51,12 +51,12 @@ class Vocabulary(ABC):
         self._files = dict(files)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that define the vocabulary, which are stored with the weights."""
+        """Return the files that define the vocabulary. These files are stored together with the weights."""
         return dict(self._files)
 
     @abstractmethod
     def ids(self, line: str) -> list[int]:
-        """Return the token IDs of a line to translate as encoder input, including special tokens such as EOS.
+        """Return the encoder input for a line to translate: its token IDs, including special tokens such as EOS.
 
         For an empty line, the result contains only these special tokens.
         """
@@ -81,8 +81,8 @@ class Vocabulary(ABC):
         """Return the vocabulary for translations between two languages.
 
         Args:
-            source: One of ``source_languages``; None if it is not required.
-            target: One of ``target_languages``; None if it is not required.
+            source: One of ``source_languages``, or None if the vocabulary doesn't require a source language.
+            target: One of ``target_languages``, or None if the vocabulary doesn't require a target language.
 
         Raises:
             ValueError: If a code is missing or unknown, or if the vocabulary has no languages to choose from.
@@ -143,8 +143,8 @@ def pick(pairs: Pairs, count: int) -> Pairs:
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
     """Return the padded token IDs of a batch of sentence pairs.
 
-    The decoder input starts with the ``start_id`` of the vocabulary, if it has one, or else with the ``bos_id`` of the
-    config.
+    The decoder input starts with the ``start_id`` of the vocabulary. If the vocabulary has no ``start_id``, the decoder
+    input starts with the ``bos_id`` of the config.
     """
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     return {

@@ -17,7 +17,7 @@ from transformer_spec.names import tap_shapes
 
 
 class ActivationStage(Stage):
-    """Compares the value at every tap. Also compares the output of a normal run, which has no taps."""
+    """A stage that compares the value at every tap, and the output of a normal run, which has no taps."""
 
     name = ACTIVATIONS
     component = "full model"
@@ -58,7 +58,7 @@ class ActivationStage(Stage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the taps that the port doesn't report, with the reason."""
+        """Yield the names of the taps that the port doesn't report, and the reason."""
         if hidden:
             yield tuple(hidden), "these taps are not reported"
 

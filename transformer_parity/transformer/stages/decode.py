@@ -77,7 +77,7 @@ class DecodeStage(Stage):
         return tolerances({name: truth[name] for name in truth if name not in SEARCHED}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors to compare: logits and taps from cached decoding, or tokens and scores."""
+        """Return the names of the tensors to compare: for cached decoding, logits and taps; else tokens and scores."""
         if shown.path != CACHED:
             return [TOKENS, SCORES]
         return [name for name in shown.expected.tensors if name not in SEARCHED]

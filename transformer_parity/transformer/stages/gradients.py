@@ -63,7 +63,7 @@ class GradientStage(TrainingStage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the gradients at taps that the port doesn't report, with the reason."""
+        """Yield the names of the gradients at taps that the port doesn't report, and the reason."""
         if hidden and any(name.startswith(AT) for name in tensors):
             yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not reported"
         yield from super().left_out(case, tensors, hidden)
@@ -89,8 +89,8 @@ def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
     Args:
         name: Name of the tensor.
         dtype: Working dtype.
-        baseline: Error of the NumPy reference in float32 for this tensor.
-        whole: Error of the NumPy reference in float32 for the concatenated gradient.
+        baseline: Error of the float32 NumPy reference for this tensor.
+        whole: Error of the float32 NumPy reference for the concatenated gradient.
     """
     rule = POLICY[GRADIENTS][dtype]
     kind = {LOSS: "loss", WHOLE: "whole"}.get(name, "tensor")

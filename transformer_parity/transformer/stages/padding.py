@@ -19,11 +19,11 @@ from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, 
 
 @dataclass(frozen=True)
 class Read:
-    """The positions that the model uses, for each tensor.
+    """The positions that the model uses in each tensor.
 
     Attributes:
-        masks: A mask for each tensor name, True for used positions, with a shape that broadcasts to the tensor. If a
-            tensor has no mask, all its positions are used.
+        masks: A dict from tensor names to masks, which are True at used positions and broadcast to the tensors' shapes.
+            If a tensor has no mask, all its positions are used.
     """
 
     masks: Mapping[str, ndarray]
@@ -34,8 +34,8 @@ class Read:
         if case.compares_padding or case.stage == DECODE:
             return cls({})
         source, target = (before_padding(case.inputs[f"{side}_ids"], case.config.pad_id) for side in SIDES)
-        # All gradients are used, except the gradients at the attention weights of masked keys. The backward pass of the
-        # softmax multiplies these gradients by 0.
+        # All gradients are used, except the gradients with respect to the attention weights of masked keys. In the
+        # backward pass, the softmax multiplies these gradients by 0.
         backward = case.stage == GRADIENTS
         if case.stage == STEPS:  # only the logits of forward passes between two steps have unused positions
             names = [name for name in names if name.endswith(" logits")]

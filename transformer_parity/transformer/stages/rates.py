@@ -25,7 +25,7 @@ ROUNDED = 1e-4  # maximum relative error of the weights that rounded learning ra
 
 @dataclass(frozen=True)
 class Scheduled(TrainingConfig):
-    """Training settings that multiply the learning rate of each step by a factor."""
+    """Training settings in which the learning rate of each step is multiplied by a separate factor."""
 
     factors: tuple[float, ...] = ()
 
@@ -35,7 +35,7 @@ class Scheduled(TrainingConfig):
 
 
 def scheduled(case: Case, factors: tuple[float, ...]) -> Case:
-    """Return a copy of a case that multiplies the learning rate of each step by a factor."""
+    """Return a copy of a case in which the learning rate of each step is multiplied by a separate factor."""
     settings = {entry.name: getattr(case.training, entry.name) for entry in fields(case.training)}
     return replace(case, settings=Scheduled(**settings, factors=factors))
 
@@ -46,8 +46,8 @@ def rounded_rates(
     """Yield candidates for the factors by which a port's learning rates differ from the schedule.
 
     The first tuple results from rounding the float64 learning rates to float32. The second tuple is fitted to the
-    port's weights. A tuple explains the port's errors only if the reference, run with these factors, agrees with the
-    port.
+    port's weights. The caller must run the reference with the factors of each tuple. If the results agree with the
+    port, the factors explain the port's errors.
 
     Args:
         case: The training case.

@@ -45,7 +45,7 @@ class PathTensors:
     """The tensors that a port returns for a case on one path, with the expected tensors.
 
     Attributes:
-        author: Factory for the findings.
+        author: Factory that creates the findings.
         case: The case.
         path: How the port was run, for example with taps or on its fast path.
         tensors: Dict from names to the port's tensors.
@@ -62,7 +62,7 @@ class PathTensors:
 
 
 class Stage(Measure, ABC):
-    """A stage of a check, which compares a specific type of results, for example activations or gradients.
+    """A stage of a check, which compares one kind of results, for example activations or gradients.
 
     Attributes:
         name: Name of the stage in ``--stage`` and in findings.
@@ -72,13 +72,13 @@ class Stage(Measure, ABC):
         searches: True if the stage runs a search.
         has_baseline: True if float32 tolerances depend on the reference's own float32 error.
         perturbed_baselines: Number of additional float32 runs of the reference with weights perturbed by one unit in
-            the last place. The tolerance depends on the largest error of all runs.
+            the last place. The tolerance depends on the largest error in any of the runs.
         has_loss: True if the stage requires labels.
         trains: True if the stage changes the model, so that each case loads a new model.
         reproduces: Maximum rounding error between a port with a bug and a candidate, which is a reference with the same
-            bug. If the error is larger, the bugs differ. Every bug causes larger errors: at least 1.8e-10 in
-            activations (for an epsilon rounded to float32) and 8e-9 in weights (for 1e-6 added to a norm before
-            clipping).
+            bug. If the error is larger, the bugs differ. The error that a bug causes is always larger than this value.
+            The smallest error in activations is 1.8e-10, from an epsilon rounded to float32. The smallest error in
+            weights is 8e-9, from 1e-6 added to a norm before clipping.
         optional: Tensors that a port may omit, as a mapping from name pattern to description.
     """
 
@@ -116,7 +116,7 @@ class Stage(Measure, ABC):
         return self.tensors(case, reference, dtype)
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors of a case in the format that the diagnosis compares with its candidates."""
+        """Return the tensors of a case in the format in which the diagnosis compares them with its candidates."""
         return tensors
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Stage(Measure, ABC):
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Yield findings about skipped tensors, then missing or unknown names, and then each compared tensor."""
+        """Yield findings about skipped tensors, then about missing or unknown names, then one per compared tensor."""
         names, skips = self._due(shown)
         yield from (shown.author.skipped(shown.path, why) for why in skips)
         due, known = set(names), shown.expected.tensors

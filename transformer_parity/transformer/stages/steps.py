@@ -3,8 +3,8 @@
 Some cases call ``forward``, ``gradients``, and ``generate`` between two steps. These methods must use the current
 weights and must not affect later steps. These cases call each method after two different steps, because the first call
 may cache a value that the second call then reuses. One case starts training a second time, which must reset the moments
-and the step number. In one case for the packages, the trainer also evaluates a batch, returns a gradient, and loads the
-state after step 1.
+and the step number. In one case, which only the packages run, the trainer also evaluates a batch, returns a gradient,
+and restores the state that it had after step 1.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StepStage(TrainingStage):
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the tensors. If some diverge, also compare them with a reference that rounds its learning rates."""
+        """Compare the tensors. If any tensor diverges, also compare with a reference that rounds its learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
         # The first loss is computed before the first update, so it doesn't depend on the learning rates.
@@ -167,8 +167,8 @@ def _different_tokens(name: str, shown: PathTensors) -> str:
 def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
     """Yield the results of ``forward``, ``gradients``, and ``generate``, and skip methods that the port doesn't define.
 
-    The gradients are concatenated into one tensor, without key biases. The tokens are padded to a fixed shape and
-    returned as floats.
+    The gradients of all parameters, except key biases, are concatenated into one tensor. The tokens are padded to a
+    fixed shape and returned as floats.
     """
     source_ids, target_ids = case.inputs["source_ids"], case.inputs["target_ids"]
     with suppress(MissingAbilityError):

@@ -27,9 +27,10 @@ def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
     """Return the relative error of a tensor.
 
     The exact gradient of a key bias is zero, because adding a constant to all scores doesn't change the attention
-    weights. The computed gradient is rounding noise, which is measured relative to the gradient of the query bias. Some
-    other gradients are zero in some cases, for example the gradients of the scores and of the query bias if there is
-    only one key. The noise in these gradients is measured relative to the concatenated gradient.
+    weights. The computed gradient is rounding noise, which is measured relative to the gradient of the query bias.
+
+    Other gradients can also be zero. For example, the gradients of the scores and of the query bias are zero if there
+    is only one key. The noise in these gradients is measured relative to the concatenated gradient.
     """
     usual = expected[name.replace("key_proj.bias", "query_proj.bias")] if is_noise(name) else expected[name]
     scale = usual if usual.any() or WHOLE not in expected else expected[WHOLE]

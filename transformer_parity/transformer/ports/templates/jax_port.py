@@ -67,9 +67,10 @@ class MyPort(Port):
         self.config, self.dtype = config, dtype
         self.model = transformer_jax.Transformer(config, dtype, rngs=nnx.Rngs(0))
         self.model.eval()  # turn dropout off
-        # A dict from canonical names (`parity info --names` lists them) to the model's parameters, which all methods
-        # use. For your model, write {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel,
-        # ...}. List a tied embedding matrix only once.
+        # A dict from canonical names to the model's parameters. All methods use this dict. To list the names, run
+        # `parity info --names`. For your model, write
+        # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel, ...}. List a tied embedding
+        # matrix only once.
         self.parameters = {name: parameter_of(self.model, name) for name in weights}
         for name, parameter in self.parameters.items():
             parameter[...] = jnp.array(weights[name], dtype)  # kernels are [in, out], as in nnx.Linear

@@ -58,8 +58,8 @@ class MyPort(Port):
         """Build the model, load the given weights, and put the model in inference mode."""
         self.config = config
         self.model = transformer_tf.Transformer(config, dtype=dtype)  # Keras defaults to float32
-        # A dict from canonical names (`parity info --names` lists them) to the model's parameters, which all methods
-        # use. The placeholder's parameters already have the canonical names. For your model, write
+        # A dict from canonical names to the model's parameters. All methods use this dict. To list the names, run
+        # `parity info --names`. The placeholder's parameters already have the canonical names. For your model, write
         # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel, ...}. List a tied embedding
         # matrix only once.
         self.parameters = parameters(self.model)

@@ -59,8 +59,8 @@ class MyPort(Port):
         self.config = config
         self.model = transformer_torch.Transformer(config, dtype)
         self.model.eval()  # turn dropout off
-        # A dict from canonical names (`parity info --names` lists them) to the model's parameters, which all methods
-        # use. The placeholder's parameters already have the canonical names. For your model, write
+        # A dict from canonical names to the model's parameters. All methods use this dict. To list the names, run
+        # `parity info --names`. The placeholder's parameters already have the canonical names. For your model, write
         # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.weight, ...}. List a tied embedding
         # matrix only once. If one parameter stores multiple projections, load each projection into a view, such as
         # blocks[0].qkv.weight[:d], and split the parameter's gradient in the same way.
