@@ -21,7 +21,7 @@ from transformer_parity.transformer.bugs.bug import (
 )
 from transformer_parity.transformer.cases.standard import preset_case
 
-# Source lines of the packages that more than one bug edits.
+# Each of these source lines is edited by multiple bugs.
 SPLIT = {
     "numpy": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "torch": "x.view(batch, length, num_heads, width // num_heads).transpose(1, 2)",
@@ -206,8 +206,9 @@ FULLY_MASKED = [
     )
 ]
 
-# Some bugs below need a case that has a fast path, uses attention dropout, and has d_k equal to d_v, as JAX's built-in
-# function requires. No standard case with a fast path has either of the other two properties.
+# Some of the bugs below can be detected only in a case with a fast path, with attention dropout, and with equal d_k and
+# d_v. JAX's built-in attention function requires that d_k equals d_v. No standard case with a fast path has either of
+# the other two properties.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"

@@ -2,7 +2,7 @@
 
 A config bug replaces fields of the config that is passed to the port. A weight bug converts the weights when the port
 loads them and converts them back when the port exports them, so the exported weights look correct. Bugs are injected
-into ports to test whether the comparison finds them. They are also injected into the reference as candidates of the
+into ports to test whether the comparison finds them. They are also injected into the reference as candidates for the
 diagnosis: if the modified reference reproduces a port's values, the port probably has the same bug.
 """
 
@@ -25,9 +25,9 @@ ENCODER, DECODER = "encoder.layers.0", "decoder.layers.0"
 SELF, CAUSAL, CROSS = f"{ENCODER}.self_attention", f"{DECODER}.self_attention", f"{DECODER}.cross_attention"
 SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
 
-Edit = tuple[str, str, str]  # name of a module, text that occurs exactly once in the module, replacement
+Edit = tuple[str, str, str]  # name of a module, text that occurs exactly once in it, and the replacement for this text
 Edits = Mapping[str, list[Edit]]  # maps the name of each backend to its edits
-Change = tuple[str, str]  # text that occurs exactly once, replacement
+Change = tuple[str, str]  # text that occurs exactly once in a module, and the replacement for this text
 Weights = Mapping[str, ndarray]
 
 
@@ -42,7 +42,7 @@ class Bug:
     dtype: str = "float64"
     verdict: str = DIVERGES
     path: str = "taps"  # "fast" if the bug affects only runs without taps, "run" if the model raises an exception
-    announced: str = ""  # start of the message about wrong tap names, tap order, or exported weights
+    announced: str = ""  # start of the message about wrong tap names, wrong tap order, or wrong exported weights
     detail: str = ""  # text that the message about the first failing tap must contain
     own_numbers: tuple[str, ...] = ()  # backends whose values the reference can't reproduce with this bug
     unseen: tuple[str, ...] = ()  # dtypes and cases in which the bug has no effect
@@ -51,11 +51,11 @@ class Bug:
 
 
 Entry = Edits | partial[Bug]
-Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a pair of a tap and a case, to a dict from name to bug
+Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a tuple (tap, case), to a dict from bug names to entries
 
 
 def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:
-    """Return a table entry with additional attributes of the bug, and with its edits if there are any."""
+    """Return a table entry that contains attributes of a bug and, if ``edits`` is given, the edits of the bug."""
     return partial(Bug, **more) if edits is None else partial(Bug, edits=edits, **more)
 
 

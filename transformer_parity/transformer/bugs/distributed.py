@@ -44,7 +44,10 @@ DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj")
 
 
 def injected(said: str, *edits: Edit, port: str = "numpy") -> partial[Bug]:
-    """Return a bug in the simulation or, if ``port`` is given, in a port. ``said`` is the expected message."""
+    """Return a bug in the given backend. The default is the reference, which simulates multiple devices.
+
+    ``said`` is the message that the comparison must report.
+    """
     return but({port: [*edits]}, detail=said)
 
 
@@ -85,7 +88,7 @@ def run(plan: str, at: str = WHOLE, case: str = "short") -> tuple[str, str]:
 
 BUGS = table(
     {
-        # The following bugs use wrong sums or wrong divisors.
+        # With the following bugs, gradients are summed incorrectly or divided by the wrong number.
         run("data=2"): {
             "mean of means": injected(
                 "all gradients: each shard divided by its own token count, then averaged: a mean of means "
@@ -126,7 +129,7 @@ BUGS = table(
                 "all gradients: each shard clipped by its own norm before the sum (0.005963, 0.01726)",
                 *each("g * own", "own = self.settings.clip_norm / global_norm(of_parameters)"),
             ),
-            # The following bugs process the wrong rows or use the wrong weights.
+            # With the following bugs, devices process the wrong rows or use the wrong weights.
             "same rows on all devices": injected(
                 "a step has 54 target tokens instead of 31; "
                 "all gradients: all devices train on the rows of shard 0 (1.148, 0)",

@@ -18,7 +18,7 @@ from transformer_parity.transformer.bugs.bug import (
     together,
 )
 
-# Source lines of the packages that more than one bug edits.
+# Each of these source lines is edited by multiple bugs.
 ADDED = {
     "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
     "torch": "encoding.to(x)",
@@ -68,9 +68,9 @@ def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
     """Return edits that replace the code of all residual connections in the reference.
 
     Args:
-        new: Replacement code, a format string with optional fields: ``{norm}``, ``{y}`` (the sub-layer's output), and
-            ``{name}``.
-        old: Code to replace, a format string with the same fields.
+        new: Replacement code. This is a format string with optional fields: ``{norm}``, ``{y}`` (the sub-layer's
+            output), and ``{name}``.
+        old: Code to replace. This is a format string with the same optional fields as ``new``.
     """
     edits = []
     for stack, names in (
@@ -250,7 +250,7 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # These are variants of the bugs above that affect all sub-layers. Only the diagnosis uses them, as candidates.
+    # These variants of the bugs above affect all sub-layers. They serve only as candidates for the diagnosis.
     Bug("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Bug("no residual connections", "", everywhere("{norm}({y})")),
     Bug("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

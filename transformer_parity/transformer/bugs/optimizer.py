@@ -72,7 +72,7 @@ def adam(usual: Change, **others: Change) -> Edits:
 
 
 def clipping(old: str, new: str) -> Edits:
-    """Return edits to the expression for the larger of the gradient norm and the clip norm.
+    """Return edits to the expression that computes the maximum of the gradient norm and the clip norm.
 
     They replace ``old`` with ``new`` in this expression.
     """

@@ -1,4 +1,4 @@
-"""Bugs in training steps: optimizers that replace Adam, weight decay, clipping, and updates at the wrong time."""
+"""Bugs in training steps: wrong optimizers, wrong weight decay, wrong clipping, and updates at the wrong time."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ PRECISION = [
         dtype="float32",
         verdict=IMPRECISE,
     ),
-    # These bugs compute parts of a float64 model in float32. In a float32 model, they have no effect.
+    # With these bugs, parts of a float64 model are computed in float32. In a float32 model, the bugs have no effect.
     *table(
         {
             SOURCE: {

@@ -1,4 +1,4 @@
-"""Bugs that users of published ports have reported in models (see docs/reported-bugs.md), by part of the model."""
+"""Model bugs that users of published ports have reported (see docs/reported-bugs.md), grouped by model part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from transformer_parity.transformer.bugs.layers import (
 )
 from transformer_parity.transformer.bugs.structure import LOGITS, RETURNED
 
-# Source lines of the packages that more than one bug edits.
+# Each of these source lines is edited by multiple bugs.
 ALLOWED = {
     "numpy": "np.where(mask, scores, -np.inf)",
     "torch": "scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
@@ -442,7 +442,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
 STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
-# These bugs correspond to bugs above but affect the full model. They are used only as candidates of the diagnosis.
+# These bugs correspond to the bugs above but affect the full model. They serve only as candidates for the diagnosis.
 EVERYWHERE = [
     Bug(
         "norm before the sum, in every sub-layer and its tap",
@@ -451,7 +451,7 @@ EVERYWHERE = [
     ),
     Bug("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Bug("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Bug(  # changes the mask in each layer instead of the model, so the diagnosis can also try it in individual layers
+    Bug(  # edits the mask in each layer, not in the model, so the diagnosis can also try this bug in individual layers
         "no causal mask",
         "",
         {

@@ -1,4 +1,4 @@
-"""Bugs that users of published ports have reported in training and in searches (see docs/reported-bugs.md)."""
+"""Training and search bugs that users of published ports have reported (see docs/reported-bugs.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def where_none_has_ended(within: str) -> Edits:
     A hypothesis is truncated if it reaches the maximum length without EOS.
 
     Args:
-        within: Index expression that selects the columns of the continuations [B, 2K] that may end with EOS.
+        within: Index expression for an array [B, 2K] with one column per continuation. The expression selects the
+            columns of the continuations that may end with EOS.
     """
     comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.\n"
     kept = "(self.finished > -9e9).any(1) | said.any(1)"

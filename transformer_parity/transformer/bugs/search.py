@@ -21,7 +21,7 @@ PASTS = "[next(stored) if layer.self_attention is not None else None for layer i
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
 COUNTED = "cache.length += 0 if self.decoder.layers[0].self_attention is None else ids.shape[1]"
 OTHER = "decode/other_decoder_greedy"  # case whose first decoder layer has no self-attention
-# With some bugs, the values of these backends depend on the length to which they pad.
+# With some bugs, the results of the JAX and TensorFlow backends depend on the length to which these backends pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
@@ -56,7 +56,10 @@ ANY_PADDING = {
 
 
 def planned(*lines: str) -> Edits:
-    """Return edits that insert lines after a search computes its plan. They can change the plan and the source mask."""
+    """Return edits that insert lines after the line that computes the plan of a search.
+
+    The inserted lines can change the plan and the source mask.
+    """
     more = "".join(f"    {line}\n" for line in lines)
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
@@ -81,7 +84,7 @@ def starting_with(token: str) -> Edits:
 
 
 def reordered(layers: str) -> Edits:
-    """Return edits that reorder the cache of only some layers, which the slice ``layers`` selects."""
+    """Return edits that reorder only the caches of the layers that the slice ``layers`` selects."""
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
@@ -113,8 +116,9 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# These bugs serve only as candidates of the diagnosis. The mutation test can't inject these bugs into ports. Its cases
-# request multiple hypotheses, which a beam of size 1 can't return, and the other rules affect too few sentences.
+# These bugs serve only as candidates for the diagnosis. The mutation test doesn't inject them into ports. The beam
+# searches of its cases request multiple hypotheses, but a search with a beam of size 1 can't return multiple
+# hypotheses. The other bugs in this list change the results of too few sentences.
 ONLY_CANDIDATES = [
     *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),

@@ -1,4 +1,4 @@
-"""Bugs in structure, weights, and edge cases: taps, shapes, dtypes, misplaced weights, and unusual inputs."""
+"""Bugs with wrong taps, shapes, dtypes, or weights, and bugs that occur only with unusual inputs or models."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ WEIGHTS = table(
 )
 
 EDGES = [
-    # Each of these bugs needs a different case to be detected.
+    # These bugs have no effect in the default case, ``full/padded``, so each entry specifies a different case.
     *table(
         {
             ("weights", "attention/fully_masked_row"): {

@@ -45,7 +45,8 @@ CASES = {
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),
-        steps("steps/large_epsilon", epsilon=1e-4),  # as large as the gradients, so its position in the formula matters
+        # This epsilon is as large as the gradients, so its position in the formula affects the results.
+        steps("steps/large_epsilon", epsilon=1e-4),
         steps("steps/clipped", clip_norm=0.5),
         steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
@@ -65,7 +66,7 @@ def later(at: str) -> str:
     return at.replace("step 1", "step 2")
 
 
-Change = tuple[str, str]  # text that occurs exactly once in the module, replacement
+Change = tuple[str, str]  # text that occurs exactly once in a module, and the replacement for this text
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
@@ -91,7 +92,7 @@ def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
-    """Return an expression per framework that stops the gradient of the given expression."""
+    """Wrap the expression of each framework in a call that stops the gradient of this expression."""
     return {
         "torch": f"({torch}).detach()",
         "jax": f"__import__('jax').lax.stop_gradient({jax})",

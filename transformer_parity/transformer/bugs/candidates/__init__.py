@@ -1,1 +1,1 @@
-"""Bugs that are not injected into ports and serve only as candidates of the diagnosis."""
+"""Bugs that are not injected into ports and serve only as candidates for the diagnosis."""

@@ -1,4 +1,4 @@
-"""Bugs that serve only as candidates of the diagnosis: errors in handwritten backward passes and in losses.
+"""Bugs that serve only as candidates for the diagnosis: errors in handwritten backward passes and in losses.
 
 The frameworks derive the backward pass automatically, so bugs in a backward pass can't be injected into our ports. The
 bugs in ``BLOCKS`` edit the functions of individual blocks, so the diagnosis can also try them in only some blocks. The
@@ -47,7 +47,7 @@ def of_norms(divisor: str, what: str) -> Edits:
 
 
 def bugs(entries: dict[str, Edits]) -> list[Bug]:
-    """Return a bug for each entry of a dict from name to edits."""
+    """Return a list with one bug per entry of ``entries``, which maps the name of each bug to its edits."""
     return [Bug(name, "", edits) for name, edits in entries.items()]
 
 
@@ -214,7 +214,7 @@ def of_loss(*changes: tuple[str, str]) -> Edits:
 
 
 def omitted(condition: str, is_in_number: bool) -> Edits:
-    """Return edits to a loss that includes only the labels that satisfy the condition.
+    """Return edits that make the loss include only the labels that satisfy the condition.
 
     If ``is_in_number`` is True, the number of tokens by which the loss is divided also includes the ignored labels.
     """

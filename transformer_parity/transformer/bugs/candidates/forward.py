@@ -1,4 +1,4 @@
-"""Bugs that serve only as candidates of the diagnosis: variants of the catalog's bugs in the forward pass."""
+"""Bugs that serve only as candidates for the diagnosis: variants of the forward-pass bugs in the catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that serve only as candidates of the diagnosis: errors in searches and in decoder caches."""
+"""Bugs that serve only as candidates for the diagnosis: errors in searches and in decoder caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that serve only as candidates of the diagnosis: variants of Adam, clipping, micro-batches, and restarts."""
+"""Bugs that serve only as candidates for the diagnosis: variants of Adam, clipping, micro-batches, and restarts."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def first_gradient(*moments: str, **others: str) -> Edits:
 
 
 def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
-    """Return edits that make Adam divide by the root of the largest second moment so far.
+    """Return edits that make Adam divide by the square root of the largest second moment so far.
 
     Args:
         of: Expression for the second moment in the current step.
         corrected_by: Expression for the bias correction by which the largest second moment is divided.
-        **others: Replacements of other formulas.
+        **others: Replacements for other formulas.
     """
     return formulas(v_hat=f"{LARGEST.replace('{largest}', of)}\nv_hat = kept[name] / {corrected_by}", **others)
 
@@ -121,7 +121,7 @@ def kept_on_the_model(what: str) -> list[tuple[str, str]]:
 
 
 def of_gradient(*lines: str) -> Edits:
-    """Return edits that insert lines between the summation of a batch's gradient and the computation of its norm."""
+    """Return edits that insert lines after the gradient of a batch is summed and before its norm is computed."""
     return in_trainer((NORM, "".join(f"{line}\n        " for line in lines) + NORM))
 
 
