@@ -1,7 +1,7 @@
 """Search for a change to the reference that reproduces a port's values: a bug, a convention, or a different setting.
 
-``diagnose`` runs the reference with each known bug and convention, with settings that it measures in the port's
-tensors, and with multiple changes at once. It returns the change that reproduces all values of the port, or "unknown".
+``diagnose`` runs the reference with each known bug and convention, with settings that it measures based on the port's
+tensors, and with combinations of changes. It returns the change that reproduces all values of the port, or "unknown".
 The docstring of ``investigate`` lists all steps of a diagnosis.
 """
 
@@ -43,9 +43,9 @@ Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
-PLACED = 1000  # approximate maximum number of attempts with one bug in one place
-# Maps the end of a tap's name to a description of the value that the tap must record. Published code often records a
-# different value.
+PLACED = 1000  # approximate maximum number of attempts with one bug in only some model parts
+# Maps the end of a tap's name to a description of the value that the tap must record. In ports that are based on
+# published code, taps often record a different value.
 MEANINGS = {
     "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
     ".scores": "the scores after scaling and before the mask",
@@ -68,8 +68,8 @@ class Diagnosis:
             distinguish between the candidates.
         error: Largest relative error between the port and the first candidate; infinite if there is no candidate.
         runner_up: Name of the candidate with the smallest error among the candidates that don't reproduce every value.
-        next_error: Relative error of this candidate: its largest error up to the first tensor that it doesn't
-            reproduce, or its error at the last tensor if that is larger.
+        next_error: Largest relative error of this candidate, among the tensors up to and including the first one that
+            it doesn't reproduce, and the last tensor.
         signatures: Further statements about the difference, sorted by the strength of their evidence.
         config: Config fields that declare the convention of the port; empty if the difference is a bug.
     """
@@ -97,8 +97,8 @@ def diagnose(
     """Find the candidate that reproduces every tensor of a port.
 
     A tap may record a different value than its name implies. Therefore, if no candidate reproduces all activations, the
-    function repeats the search without the type of tap that differs first, for example without all ``scores``. If this
-    search also fails, the function compares only the output.
+    function repeats the search and ignores all taps of the same type as the first tap that differs, for example all
+    ``scores``. If this search also fails, the function compares only the output.
 
     Args:
         case: The case that the port ran.
@@ -142,7 +142,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Combinations may reproduce a single case by chance. Individual bugs may too, if the port returned only tokens.
+    # Combinations may reproduce one case by chance. If the port returned only tokens, individual bugs may do so, too.
     singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:
@@ -164,7 +164,7 @@ def _apart_from_loss(
 ) -> Diagnosis | None:
     """Search for candidates that reproduce only the losses, or only the gradients.
 
-    If only losses differ, the function compares only losses. If only gradients differ, it compares only gradients.
+    If only the losses differ, the function ignores all other tensors. If only gradients differ, it ignores the losses.
 
     Returns:
         The diagnosis, or None if both the loss and the gradients differ or no candidate reproduces these tensors.
@@ -192,7 +192,7 @@ def _apart_from_loss(
 def _named_in_search(
     trials: Trials, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Find a bug or a search parameter that explains all searches, or at least all greedy or all beam searches.
+    """Find a bug or a search parameter that explains the results of all searches, or of all searches of one type.
 
     Returns:
         The diagnosis, or None if no bug or parameter explains the tokens, or if the case has no search.
@@ -237,7 +237,7 @@ def _search(
 ) -> tuple[list[Attempt], list[Attempt]]:
     """Return the attempts that reproduce every tensor, and the list of all attempts.
 
-    The search first tries each bug in the full model, then each bug in one place, and then combinations of bugs.
+    The search tries each bug in the full model, then each bug in only some model parts, then combinations of bugs.
     """
     singles = [attempt for bug in known if (attempt := trials.run(Candidate((bug,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
@@ -258,9 +258,9 @@ def _together(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the attempts with multiple bugs that reproduce every tensor, and the list of all attempts.
+    """Return the attempts that combine multiple bugs and reproduce every tensor, and the list of all attempts.
 
-    Variants of an optimizer step are excluded, because there are too many to try them in pairs.
+    Variants of an optimizer step are excluded, because there are too many of them to try all pairs.
     """
     pairs = [bug for bug in known if bug.name not in VARIANTS]
     singles = [one for one in tried if one.candidate.place is None and one.candidate.parts[0] in pairs]
@@ -273,9 +273,10 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Try bugs in single places. Return the attempts that reproduce every tensor, and the list of all attempts.
+    """Try bugs in only some model parts. Return the attempts that reproduce every tensor, and the list of all attempts.
 
-    Places with the most parts come first. If an attempt is exact, the function doesn't try places with fewer parts.
+    The function starts with the places that include the most model parts. If an attempt reproduces every tensor, the
+    function skips places that include fewer model parts.
     """
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
@@ -319,8 +320,8 @@ def _by_fewer_tensors(
 ) -> Diagnosis | None:
     """Search for candidates that reproduce all tensors except one type of tap, or that reproduce only the output.
 
-    The first search ignores all taps of the type that differs first. The second search compares only the output, and
-    tries only candidates with one bug.
+    The first search ignores all taps of the same type as the first tap that differs. The second search compares only
+    the output, and tries only candidates with one bug.
 
     Returns:
         The diagnosis, or None if neither search finds a candidate. If only taps differ, the diagnosis lists these taps.
@@ -355,7 +356,7 @@ def _exact(
 ) -> Diagnosis:
     """Return a diagnosis with the candidates that reproduce every value, and the error of the next best candidate.
 
-    If a candidate changes only conventions, omit bugs in single places, because the port can declare the conventions.
+    If a candidate contains only conventions, which a port can declare, omit bugs that affect only some model parts.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     if any(all(map(is_convention, attempt.candidate.parts)) for attempt in exact):

@@ -3,24 +3,24 @@
 A diagnosis has the following steps. A step that finds the cause with certainty ends the diagnosis.
 
 1. ``investigate`` (for a port) or ``files`` (for tensors from files) selects the first failure of each stage. It omits
-   a stage if its failures can be consequences of a failure in an earlier stage.
+   a stage if a failure in an earlier stage may have caused the failures of this stage.
 2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether the port modifies its inputs,
-   returns random results, keeps state between calls, or differs only without taps. For ports and files,
+   returns random results, keeps state between calls, or differs only if it runs without taps. For ports and files,
    ``evidence.properties`` detects tensors that have only float32 precision.
 3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
    the other cases of the model. It tries the following changes:
-   a. each bug and each convention (``candidates``), and settings that it measures in the tensors (``measured.step``);
-   b. for searches, different search parameters (``measured.search_parameters``);
-   c. each bug in only some blocks (``candidates.places``);
-   d. for training, a different learning rate in each step (``measured.schedule``) or a different optimizer setting
-      (``measured.optimizer``);
-   e. combinations of two or three bugs (``candidates.several``);
-   f. for activations, bugs that reproduce all tensors except one type of tap, or only the output.
+   a. Each bug, each convention (``candidates``), and settings that it derives from the tensors (``measured.step``).
+   b. For searches, different search parameters (``measured.search_parameters``).
+   c. Each bug in only some blocks (``candidates.places``).
+   d. For training, a different learning rate in each step (``measured.schedule``) or a different optimizer setting
+      (``measured.optimizer``).
+   e. Combinations of two or three bugs (``candidates.several``).
+   f. For activations, bugs that reproduce all tensors except one type of tap, or that reproduce only the output.
    ``candidates.trials`` runs the reference with each change and caches the results.
 4. If no change reproduces every tensor, the diagnosis consists of statements about the difference, sorted by the
-   strength of their evidence. They report NaN or infinity, swapped names, a comparison with the port's ``forward``
-   (``own_forward``), its first training step (``measured.step``), and which tensors and cases differ. Most statements
-   come from the modules in ``evidence``.
+   strength of their evidence. They report NaN or infinity, swapped names, and which tensors and cases differ. They also
+   compare the results with the port's own ``forward`` (``own_forward``), and describe how the first training step
+   differs (``measured.step``). Most statements come from the modules in ``evidence``.
 5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes the
    error of this block, and ``reproduce`` saves its inputs.
 """
@@ -94,7 +94,7 @@ class FailureReport:
         case: Name of the case.
         stage: Name of the stage to which the case belongs.
         blame: The blocks that introduce or inherit the difference; None if the case can't be replayed.
-        diagnosis: The cause of the difference; None if the report only shows the attention in a case that agrees.
+        diagnosis: The cause of the difference; None if the case agrees and the report only shows its attention.
         view: Data about the case for the HTML page; None if the page doesn't show the case.
         directory: Directory with the inputs of the first wrong block; None if they were not saved.
     """
@@ -136,7 +136,7 @@ class Investigation:
         port: The port.
         setting: Dtypes, device, and precision with which to run the port.
         reference: Name from which the port can be loaded: a backend, or ``module:class``.
-        directory: Directory in which to save the inputs of a wrong block; None saves nothing.
+        directory: Directory in which to save the inputs of a wrong block, or None to save nothing.
         progress: Callback that receives a description of the next step.
         suspect: A candidate to try in addition to the known bugs and conventions.
         view: Function that converts the evidence to the data that the HTML page shows.
@@ -154,7 +154,7 @@ class Investigation:
         """Yield a report on the first failure of each stage. Failures of cases that run the full model come first.
 
         Gradients, steps, and searches depend on activations, so their failures are reported only if activations agree.
-        Failures at lower precision are reported only if float64 agrees.
+        Failures in float32 are reported only if there are no failures in float64.
 
         Args:
             findings: All findings about this port.
@@ -173,7 +173,8 @@ class Investigation:
                 for name, other in known.items()
                 if name in compared - {case.name} and shared(other) == shared(case) and not other.is_long
             ]
-            # All known bugs also affect short sequences, so no known bug explains a failure that only long cases show.
+            # All known bugs also affect short sequences, so no known bug explains a failure that occurs only in
+            # long cases.
             hypothetical = (
                 [] if case.is_long else candidates(case.config, case.stage, forward_agrees=forward_agrees(findings))
             )
@@ -349,7 +350,7 @@ class Investigation:
         return loaded
 
     def _saved(self, evidence: Evidence, case: Case) -> Path | None:
-        """Save the inputs of the first wrong block, and return their directory."""
+        """Save the inputs of the first block that introduces a difference, and return the directory with the inputs."""
         if self.directory is None or not evidence.blame.introduced:
             return None
         self.progress("saving the inputs of the first wrong block")
@@ -359,7 +360,7 @@ class Investigation:
 
 
 def shared(case: Case) -> tuple[object, ...]:
-    """Return the properties that two cases must have in common so that the same candidate applies to both."""
+    """Return the properties that two cases must share for the same candidate to apply to both cases."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 
@@ -367,9 +368,10 @@ def shared(case: Case) -> tuple[object, ...]:
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     """Return the first failure of each stage in float64, or in float32 if there are no failures in float64.
 
-    If the ``activations`` stage fails, return only its first failure, because it may cause the failures of other
-    stages. Omit the ``steps`` stage if the ``gradients`` stage fails. Also omit the ``steps`` stage if the ``decode``
-    stage fails and only tokens differ in the ``steps`` stage. These tokens come from searches between two steps.
+    If the ``activations`` stage fails, return only the first failure of this stage, because this failure may cause the
+    failures of other stages. Omit the ``steps`` stage if the ``gradients`` stage fails. Also omit the ``steps`` stage
+    if the ``decode`` stage fails and the ``steps`` stage differs only in tokens. These tokens come from searches
+    between two steps.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):

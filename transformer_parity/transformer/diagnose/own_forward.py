@@ -45,8 +45,8 @@ def beside_forward(
             the reference in this case.
 
     Returns:
-        A sentence about the first case in which ``forward`` is wrong or the search contradicts it; empty if there is
-        none.
+        A sentence about the first case in which ``forward`` is wrong, or in which the search chooses different tokens
+        than ``forward``. An empty string if there is no such case.
     """
     for case, tensors in shown:
         if tensors is None or case.block:

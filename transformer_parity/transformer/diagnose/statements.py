@@ -1,4 +1,4 @@
-"""Add statements about a difference to a diagnosis, sorted by the strength of their evidence."""
+"""Add statements about a difference to a diagnosis. The statements are sorted by the strength of their evidence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ FAR = {"float64": SAME, "float32": 1e-5}  # larger relative errors are not round
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
-    """State that an exact diagnosis of a gradient case covers only gradients, because training may also differ."""
+    """If a diagnosis of a case in the ``gradients`` stage is exact, limit its sentence to gradients.
+
+    The port may also differ in training, which the case doesn't test.
+    """
     if found.confidence != EXACT or case.stage != GRADIENTS:
         return found
     return replace(found, sentence=f"in gradients, {found.sentence}")
@@ -70,7 +73,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_operand(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement about the wrong operand of the first wrong block, or [] if no operand explains its error."""
+    """Return a statement about a wrong operand of the first wrong block, or [] if no operand explains the error."""
     name = evidence.blame.introduced[0]
     if name not in evidence.isolated or name not in evidence.wanted:
         return []
@@ -80,7 +83,7 @@ def of_operand(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement about the precision of the first wrong block, if it computes in a narrower dtype."""
+    """If the first wrong block has only the precision of a narrower dtype, return a statement about this dtype."""
     name = evidence.blame.introduced[0]
     if name not in evidence.isolated or name not in evidence.wanted:
         return []
@@ -90,9 +93,9 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, isolated: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return pairs of ``isolated`` and ``wanted``: first without the padded sentences, and then with all sentences.
+    """Return two pairs ``(isolated, wanted)``: one without the padded sentences, and one with all sentences.
 
-    If no sentence is padded, or if every sentence is padded, return only the pair with all sentences.
+    If no sentence is padded, or if every sentence is padded, the result contains only the pair with all sentences.
     """
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
@@ -116,8 +119,8 @@ def of_tensors(
         findings: Findings about the stage of the case.
         others: Other cases of the same model. Each case is paired with the port's tensors, or with None if the port
             agrees with the reference in this case.
-        measured: Function that adds more specific statements than patterns, such as the factor by which the first
-            training step is too large.
+        measured: Function that adds statements based on reruns or measurements, such as the factor by which the first
+            training step is too large. These statements are more specific than ``patterns``, so they come first.
     """
     if nowhere := not_finite(differing):
         found = replace(found, sentence=nowhere, confidence=LIKELY)
@@ -153,15 +156,18 @@ def of_place(
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list of wrong places is
-    always an additional statement.
+    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list never becomes
+    the main sentence.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
 
 
 def wrong_places(evidence: Evidence | None) -> list[str]:
-    """Return which sentences, heads, and positions are wrong in the first wrong block, unless all of them are."""
+    """Return which sentences, heads, and positions are wrong in the first wrong block.
+
+    For example, if all heads are wrong, the result doesn't mention heads.
+    """
     if evidence is None or not evidence.blame.introduced:
         return []
     name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
@@ -181,7 +187,10 @@ def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements to a diagnosis. If the cause is unknown, the first statement becomes its main sentence."""
+    """Add statements to a diagnosis.
+
+    If the cause is unknown, the first statement becomes the main sentence of the diagnosis.
+    """
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []

@@ -47,15 +47,15 @@ class Fate:
             that the port modified, or ``two calls`` if two calls return different results.
         verdict: One of the following:
 
-            - ``used``: The port uses the weight in the correct place.
-            - ``misplaced``: The port uses the weight in a different place.
+            - ``used``: The port uses the weight in the correct operation.
+            - ``misplaced``: The port uses the weight in a different operation than the reference.
             - ``transposed``: The port uses the transposed weight.
             - ``replaced``: The port uses a different weight instead.
             - ``initial``: The port uses zeros or ones instead.
             - ``unused``: The weight has no effect.
-            - ``random``: Results differ after every load or call.
-            - ``hidden``: The weight affects no compared tensor, neither in the port nor in the reference. For example,
-              a key bias affects no logits.
+            - ``random``: The results change with every load or every call.
+            - ``hidden``: In the port and in the reference, the weight has no effect on any compared tensor. For
+              example, a key bias has no effect on the logits.
             - ``overwritten``: The port modifies this input.
 
         detail: Description of the tensor that the weight affects, or of the value that the port uses instead.
@@ -220,10 +220,10 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the result of the audit for a weight that first affects the same tensor as in the reference.
+    """Return the result of the audit for a weight that first affects the correct tensor.
 
-    The weight may be transposed. ``tap`` is empty if the weight affects no compared tensor, neither in the port nor in
-    the reference.
+    The weight may be transposed. ``tap`` is the name of the tensor. It is empty if, in the port and in the reference,
+    the weight has no effect on any compared tensor.
     """
     weight = weights[name]
     if not tap:
@@ -245,7 +245,7 @@ def _fate_of_the_unused(
 ) -> Fate:
     """Return the result of the audit for a weight that has no effect.
 
-    If the port uses a different value instead of the weight, the result names this value.
+    If the port uses a different weight, zeros, or ones instead, the result contains the name of this replacement.
     """
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
@@ -255,7 +255,7 @@ def _fate_of_the_unused(
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:
-    """Yield the names of possible replacements for a weight, each with all weights after the replacement."""
+    """For each possible replacement of a weight, yield its name and all weights of the model after the replacement."""
     weight, kind = weights[name], name.rpartition(".")[2]
     if weight.ndim == 1:
         yield "zero", {**weights, name: np.zeros_like(weight)}

@@ -1,1 +1,1 @@
-"""Candidates that may explain how a port differs: bugs and conventions, their places, combinations, and trials."""
+"""Try bugs and conventions that may explain why a port differs, in the full model, in parts of it, or combined."""

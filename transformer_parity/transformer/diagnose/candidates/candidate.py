@@ -57,15 +57,16 @@ MATHEMATICS = (
     "label_smoothing_kind",
 )
 SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
-Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # pattern in a parameter name to its replacement
+Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps a pattern in a parameter name to the replacement
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
-# The backward pass rejects a model with parts of an edited copy, because their classes are different.
+# This edit removes a check from the backward pass. The check would reject a model that contains blocks from an edited
+# copy of the package, because these blocks have different classes.
 UNCHECKED: Edit = ("backward_checks", '    _check_block("", model, (Transformer,))\n', "")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of bugs and conventions, which apply either to the full model or only to one place in the model."""
+    """A set of bugs and conventions that apply either to the full model or only to some parts of the model."""
 
     parts: tuple[Bug, ...]
     place: Place | None = None
@@ -85,7 +86,7 @@ class Candidate:
         """Load the reference in float64, with the changes of the candidate applied.
 
         Raises:
-            ValueError: If the changes contradict each other or don't define a model.
+            ValueError: If the changes conflict with each other or don't result in a valid model.
         """
         usual = None if self.place is None else _reference((UNCHECKED,), config, weights)
         for part in self.parts:
@@ -107,13 +108,13 @@ def _reference(edits: tuple[Edit, ...], config: TransformerConfig, weights: Mapp
 
 
 def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
-    """Return the known bugs and conventions that may explain the difference of a port in one stage.
+    """Return the known bugs and conventions that may explain why a port differs in one stage.
 
     Args:
         config: The config that was passed to the port.
         stage: Name of the stage in which the port differs. For example, training bugs can't affect activations.
         forward_agrees: Whether the port's activations agree with the reference. If so, the function omits bugs in the
-            forward pass, except in code that only searches call.
+            forward pass, except bugs in code that is called only by searches.
     """
     if forward_agrees:
         found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
@@ -175,13 +176,14 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
 
 @cache
 def mixed_up_weights(as_wide: bool) -> list[Bug]:
-    """Return typical bugs of weight converters, which transpose or permute the kernels of all attention blocks.
+    """Return typical bugs of weight converters: transposed or permuted weights in all attention blocks.
 
     Args:
         as_wide: Whether ``d_k`` equals ``d_v``, so that value kernels can be exchanged with query and key kernels.
     """
     every = ("query", "key", "value", "output")
-    families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog contains the output kernel
+    # The output kernels aren't tried separately, because the bug catalog already contains this bug.
+    families = [*((name,) for name in every[:3]), every[:3], every]
     found = [
         Bug(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
         for names in families
@@ -195,9 +197,9 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Bug]:
-    """Return bugs that load weights into the wrong place, round weights, or use a zero embedding for padding.
+    """Return bugs that load weights from the wrong block, round weights, or use a zero embedding for padding.
 
-    The wrong place is a different layer, norm, or attention block.
+    The wrong block is a different layer, norm, or attention block.
     """
     others: dict[str, Renames] = {
         **{
@@ -264,7 +266,7 @@ def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict
 
 
 def is_convention(bug: Bug) -> bool:
-    """Return whether a bug is a convention, which only changes the config."""
+    """Return whether a bug is a convention, that is, whether it changes only the config."""
     return bool(bug.config) and not bug.edits.get("numpy") and bug.convert is dict
 
 

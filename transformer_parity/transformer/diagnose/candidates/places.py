@@ -1,8 +1,8 @@
 """Places: the model parts in which the diagnosis tries a known bug, such as one layer or one kind of attention.
 
 A bug edits a class, so it affects every instance of the class. To try the bug in only some parts, the diagnosis
-loads one model with the bug and one model without it. In the model without the bug, it then replaces these parts with
-the same parts of the model with the bug.
+loads one correct model and one model with the bug. It then replaces these parts of the correct model with the
+corresponding parts of the incorrect model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHANGED = {
     "decoder": r"^decoder\.layers\.\d+$",
     "norm_order": r"\.layers\.\d+$",
 }
-# Text that is removed from the name of a bug when the bug is limited to one place.
+# Text that is removed from the name of a bug when the diagnosis tries the bug in only some model parts.
 WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")
 
 
@@ -56,7 +56,7 @@ class Place:
     """A set of model parts, with a description.
 
     Attributes:
-        words: Description of the place in messages.
+        words: Description of the model parts in messages.
         parts: Attribute path of each part, for example ``encoder.layers.0.self_attention``.
     """
 
@@ -84,10 +84,10 @@ class _Atom:
 
 
 def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[Bug]) -> list[tuple[Bug, Place]]:
-    """Return pairs of a known bug and a place in which to try the bug.
+    """Return pairs of a known bug and the model parts in which to try the bug.
 
-    Places with the most model parts come first. In the ``activations`` stage, the result includes only places that may
-    have introduced a difference.
+    Pairs with the most model parts come first. In the ``activations`` stage, the result includes only model parts that
+    may have introduced a difference.
 
     Args:
         case: The case that the port ran.
@@ -110,12 +110,14 @@ def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[
 def placed(
     bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
 ) -> Iterator[tuple[Bug, Place]]:
-    """Yield pairs of a bug and a place in which to try it. The bug in a pair contains only the edits for this place.
+    """Yield pairs of a bug and the model parts in which to try it.
+
+    Each pair contains a copy of the bug with only the edits for these model parts.
 
     Args:
-        bug: The bug. If it changes fewer than two parts, the function yields nothing.
+        bug: The bug. If the bug changes fewer than two model parts, the function yields nothing.
         config: Config of the model.
-        weights: Weights of the model, to determine which of them the bug converts.
+        weights: Weights of the model. The function applies the bug's conversion to find out which of them it changes.
         introduced: Ranges of taps that may have introduced a difference (see ``intervals``); empty if unknown.
     """
     atoms = _atoms(bug, config, weights)
@@ -215,8 +217,8 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
     """Yield groups of atoms, each with a description.
 
-    The groups are the stacks, the blocks of each type, the single atoms, and the layers. The last group contains all
-    atoms in ``possible``.
+    The groups are the stacks, the blocks of each type, the individual atoms, and the layers. The last group contains
+    all atoms in ``possible``.
     """
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
@@ -251,5 +253,5 @@ def _span(part: str, taps: Sequence[str]) -> range:
 
 
 def _meets(span: range, introduced: Sequence[range]) -> bool:
-    """Return whether a part computes a tap that may have introduced a difference; True if these taps are unknown."""
+    """Return whether the range ``span`` overlaps any range in ``introduced``, or True if ``introduced`` is empty."""
     return not introduced or any(span.start < one.stop and one.start < span.stop for one in introduced)

@@ -58,7 +58,7 @@ def _closer(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts that change the candidates with the smallest errors, for cases without taps.
+    """For cases without taps, yield attempts that change the candidates with the smallest errors.
 
     If the port has two bugs, a candidate with one of them usually has a smaller error than a candidate with neither. A
     change adds one bug to the candidate or sets one convention, possibly to the value in the config.
@@ -89,7 +89,10 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Remove unnecessary parts from an exact attempt, one at a time, and return the attempt after each removal."""
+    """Remove unnecessary bugs and conventions from an exact attempt, one at a time.
+
+    Return the attempt after each removal.
+    """
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:
@@ -102,7 +105,10 @@ def _names(parts: Sequence[Bug]) -> frozenset[str]:
 
 
 def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: TransformerConfig) -> tuple[Bug, ...]:
-    """Return the parts with one more bug or convention. A convention overrides fields that other parts set."""
+    """Return the bugs and conventions in ``parts``, and the additional bug or convention ``bug``.
+
+    If ``bug`` is a convention, its config fields override the same fields of the conventions in ``parts``.
+    """
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, bug):
@@ -134,12 +140,15 @@ def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
 
 
 def clash(parts: Sequence[Bug], other: Bug) -> bool:
-    """Return whether any part is the bug ``other`` or sets a config field that ``other`` also sets."""
+    """Return whether ``parts`` includes ``other`` or sets a config field that ``other`` also sets."""
     return any(part is other or part.config.keys() & other.config.keys() for part in parts)
 
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts with the fewest parts, and omit attempts that repeat the parts of an earlier one."""
+    """Return the attempts that combine the fewest bugs and conventions.
+
+    If multiple attempts combine the same bugs and conventions, the result includes only the first of these attempts.
+    """
     fewest = min((len(attempt.candidate.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:

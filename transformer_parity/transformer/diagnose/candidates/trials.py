@@ -20,8 +20,10 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
-MAX_CACHE_BYTES = 512 * 2**20  # limit of the cache; trying all candidates on one case adds up to 140 MiB
-BEGINNINGS = (1, 3)  # numbers of steps; the 2nd loss depends on the first update, the 3rd on the moments
+MAX_CACHE_BYTES = 512 * 2**20  # maximum size of the cache; all candidates for one case need at most 140 MiB
+# Numbers of steps in shortened training runs. The second loss depends on the first update, and the third loss depends
+# on the moments.
+BEGINNINGS = (1, 3)
 TRUTH = Candidate(())
 
 
@@ -33,7 +35,8 @@ class Attempt:
         candidate: The candidate that was tried.
         matched: Number of tensors that match before the first mismatch.
         of: Number of tensors to compare.
-        worst: Largest relative error of the last tensor and of all tensors up to and including the first mismatch.
+        worst: Largest relative error of the following tensors: all tensors up to and including the first mismatch, and
+            the last tensor.
     """
 
     candidate: Candidate
@@ -83,14 +86,14 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(candidate, found, compared)
             if not attempt.is_exact:
-                # A shorter run omits the calls between steps. Their results follow from the weights, which are
-                # compared.
+                # A shorter run omits the calls between steps. The results of these calls don't have to be compared,
+                # because they depend only on the weights, and the weights are compared.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
 
     def _compared(self, candidate: Candidate, found: Arrays, names: Sequence[str]) -> Attempt:
-        """Compare the named tensors of the port with the results ``found`` of a candidate."""
+        """Compare the named tensors of the port with ``found``, the tensors of a candidate."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
@@ -139,7 +142,7 @@ class Trials:
 
 
 def _beginnings(case: Case) -> Iterator[Case]:
-    """Yield variants of a training case with fewer steps. They rule out most candidates in less time."""
+    """Yield variants of a training case with fewer steps, which are faster and rule out most candidates."""
     last = (case.snapshots or SNAPSHOTS)[-1]
     for steps in BEGINNINGS if STAGES[case.stage].trains else ():
         if steps < last and not case.rewind:
@@ -147,7 +150,7 @@ def _beginnings(case: Case) -> Iterator[Case]:
 
 
 def observed(candidate: Candidate, case: Case) -> Arrays | None:
-    """Return the tensors of the reference with a candidate's changes, or None if the candidate can't be run.
+    """Run the reference with a candidate's changes, and return its tensors, or None if the candidate can't be run.
 
     The result is cached, because the next port may fail on the same case.
     """
@@ -164,7 +167,7 @@ def _run(candidate: Candidate, case: Case) -> Arrays | None:
         with np.errstate(all="ignore"):
             found = tensors(candidate.load(case.config, case.load_weights()), case)
         return _read(case, found) if candidate.parts else found
-    except Exception:  # the changes don't support this model
+    except Exception:  # the reference can't run this case with these changes
         return None
 
 
@@ -175,7 +178,7 @@ def _read(case: Case, arrays: Arrays) -> Arrays:
 
 
 class _Cache(OrderedDict[Any, Arrays | None]):
-    """The results that were used last, up to a total size of ``MAX_CACHE_BYTES``."""
+    """The most recently used results, up to a total size of ``MAX_CACHE_BYTES``."""
 
     size = 0
 

@@ -45,7 +45,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # minimum attention weight that must be missing from a query's sum of 1
+HIDDEN = 1e-6  # keys are missing if the sum of a query's attention weights is too small by more than this value
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -63,7 +63,7 @@ class Subject:
             float64.
         own: The port's tensors. Reruns use the port's values as inputs at positions that a correct model doesn't read.
         unread: Tensors whose values replace the results of a run at positions that a correct model doesn't read. If
-            ``run`` receives a value for a tap, it uses this value instead.
+            the caller passes a value for a tap to ``run``, that value replaces the results instead.
     """
 
     case: Case
@@ -145,8 +145,9 @@ def _harmless(name: str, value: ndarray) -> ndarray:
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
     """Mark differences in attention outputs (``context``) as inherited if the attention weights don't add up to one.
 
-    The sum is too small if the port pads its keys and doesn't record the weights of the added keys. A rerun then can't
-    correct the weights of these keys, so the attention output remains wrong even if it only inherits the difference.
+    The sum is too small if the port pads its keys and doesn't record the weights of the added keys. A rerun can't
+    replace these weights with the correct weights. Therefore, the attention output is still wrong in the rerun, even if
+    an earlier block introduced the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
@@ -173,7 +174,10 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
-    """Mark a difference as inherited if a variant of the reference has the same difference without introducing it."""
+    """Mark a difference as inherited if a variant of the reference shows that an earlier block introduced it.
+
+    This applies if the variant has the same difference in a normal run, but not if its blocks receive correct inputs.
+    """
     subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
@@ -221,7 +225,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # gradients after the first one depend on port values at padding, which are unknown
+    if given:  # later gradients depend on the values of the port at padding positions, and these values are unknown
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
     else:  # without gradients at taps, a single wrong gradient or a wrong loss may have caused all differences
@@ -230,5 +234,5 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the relative error of a tensor; infinite if the shapes or the positions of non-finite values differ."""
+    """Return the relative error of a tensor, or infinity if the shapes or the positions of non-finite values differ."""
     return apart(name, actual, expected, training_error)

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformer_parity.transformer.cases.case import DECODE, Case
 
-EVIDENCE = 3  # minimum number of cases that agree and don't satisfy the condition
-EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # conditions may require an exact value of these
+EVIDENCE = 3  # minimum number of cases that agree with the reference and don't satisfy the condition
+# Numbers that a condition may compare with an exact value. Conditions compare other numbers only with limits.
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
     """Return a sentence about the conditions under which cases differ, or "" if no conditions are found.
 
     Args:
-        differ: Cases of one stage that differ.
-        agree: Cases of the same stage that agree.
+        differ: Cases of one stage in which the port differs from the reference.
+        agree: Cases of the same stage in which the port agrees with the reference.
     """
     if not differ or len(agree) < EVIDENCE:
         return ""
@@ -55,7 +56,7 @@ def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str
 
 
 def _numbers(case: Case) -> Mapping[str, float]:
-    """Return a dict from descriptions to the sizes and the numeric settings of a case."""
+    """Return a dict that maps the description of each size and numeric setting of a case to its value."""
     (batch, source_length), search, settings = case.inputs["source_ids"].shape, case.search, case.settings
     found: dict[str, float] = {"a batch size": batch, "a source length": source_length}
     if case.stage != DECODE:

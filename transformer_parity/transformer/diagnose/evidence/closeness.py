@@ -1,4 +1,4 @@
-"""Compare float64 tensors up to rounding errors, and describe their ratio in terms of model or batch sizes."""
+"""Compare float64 tensors up to rounding errors, and describe ratios of tensors in terms of model or batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a known 
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
-    """Return whether no element has an error above ``far``, relative to the largest element of the correct tensor."""
+    """Return whether all errors are at most ``far``, relative to the largest element of the correct tensor."""
     if actual.shape != wanted.shape:
         return False
     largest = max(float(np.abs(wanted).max(initial=0.0)), 1e-300)
@@ -84,7 +84,10 @@ def _sizes(config: TransformerConfig) -> dict[str, float]:
 
 
 def _counts(case: Case) -> dict[str, int]:
-    """Return the sizes of a batch. Numbers of positions include padding, but numbers of tokens and labels don't."""
+    """Return the number of sentences, positions, tokens, labels, and vocabulary entries of a batch.
+
+    Positions include padding. Tokens and labels don't include padding.
+    """
     found = {"sentences": len(case.inputs["source_ids"])}
     for name, plural in (("source_ids", "source"), ("target_ids", "target")):
         if name in case.inputs:

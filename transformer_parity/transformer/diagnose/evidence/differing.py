@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # maps a kind of parameter to a pattern that matches the end of the parameters' names
+KINDS = {  # maps a kind of parameter to a pattern for the end of a parameter's name
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # maps a kind of parameter to a pattern that matches the end of the p
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # maps a part of the model to a pattern that matches the start of its parameters' names
+PLACES = {  # maps a part of the model to a pattern for the start of a parameter's name
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
@@ -125,8 +125,8 @@ def by_factor(
 
     Args:
         shown: The tensors of the case.
-        factors: The factor of each wrong tensor.
-        prefix: Prefix of the names of these tensors, for example ``of`` for gradients.
+        factors: For each wrong tensor, the factor by which it differs from the reference.
+        prefix: Prefix of the tensors' names. For example, the names of gradients start with ``of``.
         sentence: Format string for a sentence about a group of parameters, with the fields ``group`` and ``factor``.
         batch: The case if a factor can depend on batch sizes, for example because of averaging; otherwise None.
     """

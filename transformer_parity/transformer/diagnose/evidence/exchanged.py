@@ -15,17 +15,17 @@ from transformer_parity.transformer.diagnose.evidence.signatures import narrowed
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-LISTED = 3  # maximum number of blocks and of statements in a sentence
+LISTED = 3  # maximum number of blocks per statement, and of statements per message
 ENOUGH = 2  # minimum number of distinct values; tensors with fewer values may match by chance
 
 
 def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
-    """Report which tensors have swapped names, or return an empty string if that doesn't explain all wrong tensors.
+    """Report which tensors have swapped names, or return "" if swapped names don't explain all wrong tensors.
 
     Args:
         actual: Dict from parameter names to the port's tensors.
         right: Dict from parameter names to the reference's tensors.
-        what: The kind of tensors, ``gradient`` or ``exported weight``.
+        what: The kind of tensor: ``gradient`` or ``exported weight``.
         wrong: Function that takes the name of a tensor and returns whether the tensor is wrong.
     """
     if actual.keys() != right.keys():
@@ -48,7 +48,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
             for turn in turned
             if source != name and is_same(name, source, array.T if turn else array)
         ]
-        # If multiple sources are identical, for example zeros, a parameter in the same block is the most likely source.
+        # If multiple parameters have the same values, for example zeros, the most likely source is in the same block.
         sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
         if not sources[name]:
             return ""
@@ -59,7 +59,10 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
 
 
 def exchanged_gradients(differing: Differing) -> str:
-    """Report which parameter gradients have swapped names, or return "" if that doesn't explain all wrong tensors."""
+    """Report which parameter gradients have swapped names.
+
+    Return an empty string if swapped names don't explain all wrong tensors.
+    """
     if (
         differing.case.stage != GRADIENTS
         or differing.misshapen

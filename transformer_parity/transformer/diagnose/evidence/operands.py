@@ -220,7 +220,7 @@ def _rows(array: ndarray) -> ndarray:
 
 
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the tensors that are computed before a tap, and the residual sums in the same layer, with descriptions."""
+    """Yield the description and the value of each tensor before a tap, and of each residual sum in the tap's layer."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
         array = np.asarray(tensors[other], np.float64)

@@ -65,7 +65,7 @@ def rounded_losses(shown: Differing) -> str:
 
 
 def only_the_loss(shown: Differing) -> str:
-    """Report a wrong loss with correct gradients."""
+    """Report that the loss is wrong although all gradients are correct."""
     if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,) and not shown.misshapen:
         ratio = float(shown.actual[LOSS] / shown.truth[LOSS])
         known = factor_in_words(ratio, shown.case.config, shown.case)

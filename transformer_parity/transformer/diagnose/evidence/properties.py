@@ -1,9 +1,9 @@
 """If the cause of a port's error is unknown, test whether the port has the properties of every correct model.
 
-Each test reruns the port with a change whose effect on a correct model is known. The tests run the same input twice,
-each sentence in a separate batch, a sentence without its padding, a sentence with a different last token, and a model
-with slightly perturbed weights. Each statement describes the result of such a run. It is never inferred from the size
-of an error.
+Each test reruns the port, for example with a changed input, and compares the effect with the known effect on a correct
+model. The tests repeat a call, run each sentence in a separate batch, remove padding, replace or remove tokens, and
+perturb the weights slightly. Each statement describes the result of such a run. It is never inferred from the size of
+an error.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smalle
 NOISE = 30.0  # rounding can't explain effects larger than this multiple of the rounding error
 LEAST = 1e-6  # minimum relative perturbation; float32 weights can't represent much smaller changes
 MIXED = "for example, due to a wrong mask, length, or position"
-CALLS = 20  # number of calls that almost certainly detects a dropout rate of 0.001 in one place
+CALLS = 20  # with this many calls, even a dropout rate of 0.001 in only one operation is almost certainly detected
 REDRAWN = 0.3  # minimum relative change of a rounding error if the weights are perturbed; other errors change far less
-ROUNDED_LOSS = 1e-6  # relative tolerance for a different order of summation, even after 20 steps
+ROUNDED_LOSS = 1e-6  # relative tolerance for losses; the order of summation has a smaller effect, even after 20 steps
 SINGLE = 2.0**-16  # larger relative errors occur only with dtypes narrower than float32
 REMEDIES = {
     "jax": 'call jax.config.update("jax_enable_x64", True) before any array is created',
@@ -187,7 +187,7 @@ def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[st
 
 
 def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Run each sentence in a separate batch, which must not change its logits."""
+    """Run each sentence in a separate batch. The logits of the sentence must not change."""
     whole, alone = output(loaded, inputs, config), []
     for row in range(len(whole)) if len(whole) > 1 else ():
         sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}
@@ -223,7 +223,7 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
 
 
 def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Remove the padding of each source sentence, which must not change its logits."""
+    """Remove the padding of each source sentence. The logits of the sentence must not change."""
     found = []
     for row, ids in enumerate(inputs["source_ids"]):
         length = int((ids != config.pad_id).sum())

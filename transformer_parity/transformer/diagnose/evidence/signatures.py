@@ -27,9 +27,9 @@ from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # minimum number of values for which a pattern can't be a coincidence
 NARROW = ("bfloat16", "float16", "float32")
-LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the smallest relevant error are certainly rounding
+LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the tolerance are certainly caused by rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
-LEAST = 0.02  # minimum fraction of dropped values or vectors, and of remaining ones
+LEAST = 0.02  # minimum fraction of values or vectors that must be dropped, and minimum fraction that must be kept
 
 
 def signatures(
@@ -66,7 +66,10 @@ def signatures(
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
-    """Report the sentences, heads, and positions at which a tensor is wrong, unless it is wrong at all of them."""
+    """Report which sentences, heads, and positions of a tensor are wrong.
+
+    For example, if all heads are wrong, the result doesn't mention heads.
+    """
     if actual.shape != wanted.shape or actual.ndim < 3:
         return []
     wrong, doubtful = (
@@ -103,7 +106,7 @@ def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
 
 
 def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
-    """Report which attention weights [B, H, L, M] are zero only in one of the tensors."""
+    """Report which attention weights [B, H, L, M] are zero in only one of the two tensors."""
     sums = wanted.sum(-1)
     if wanted.ndim != 4 or (wanted < 0.0).any() or not np.all((sums == 0.0) | (np.abs(sums - 1.0) < 1e-6)):
         return

@@ -97,7 +97,10 @@ def only_between_steps(shown: Differing) -> str:
 
 
 def moved_weights(shown: Differing) -> str:
-    """Report which weights differ in the first snapshot with differences, or by which factor they moved too far."""
+    """Report the factors by which the changes of the weights are wrong in the first snapshot with wrong weights.
+
+    If there are no such factors, report which weights differ.
+    """
     if shown.case.stage != STEPS:
         return ""
     start = shown.case.load_weights()
@@ -157,7 +160,7 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
 
 
 def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
-    """Return whether the reference, with the given weights, returns the same results after a step as the port."""
+    """Return whether the reference, loaded with the given weights, reproduces the results in ``wanted``."""
     loaded = DEFINITION.load(case.config, weights, Placement("float64"))
     found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
     return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())

@@ -1,1 +1,1 @@
-"""Measure the settings of a port in its tensors: learning rates, optimizer settings, and search parameters."""
+"""Measure the settings of a port based on its tensors: learning rates, optimizer settings, and search parameters."""

@@ -1,4 +1,4 @@
-"""Measure a port's optimizer settings (betas, epsilon, and clip norm) and the size of its update of each tensor."""
+"""Measure a port's optimizer settings (betas, epsilon, and clip norm), and the size of each tensor's update."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
-EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # without 1e-8, which is in the bug catalog
+EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # 1e-8 is already in the bug catalog
 CLOSE = 1e-3  # relative tolerance for a measured bias correction; the effect of epsilon is smaller
 GROUPS = 3  # maximum number of different factors in a sentence
-COUNTED = 200  # largest step number that is recognized in a bias correction
+COUNTED = 200  # a measured bias correction is compared with step numbers below this limit
 RANGES = {  # ranges of log(epsilon), log(1 - beta), and the logarithm of clip norm / first gradient norm
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
@@ -43,7 +43,7 @@ MOST = 12  # significant digits of a measured value
 
 
 def optimizer_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return candidates with common optimizer settings, and candidates that explain the first weights of the port."""
+    """Return candidates with common optimizer settings, and candidates that explain the weights after step 1."""
     if case.settings is None:
         return []
     return [*_common_settings(case), *_by_tensor(case, shown)]
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Bug]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
-    """Yield candidates in which some tensors move more or less than the other tensors, or not at all."""
+    """Yield candidates that update some tensors by more or less than the other tensors, or never update them."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -80,7 +80,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
         return
     factors = {name: best_factor(moved[name], x) for name, x in right.items()}
     far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
-    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding errors of weights that barely move
+    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding errors if weights barely change
     if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
         other = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > 1e-7}
         if other and len(other) < len(names):
@@ -89,7 +89,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
 
 
 def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Bug]:
-    """Yield bugs that multiply the steps of some tensors by a factor. The factor is 0 for tensors that never move."""
+    """Yield bugs that multiply the updates of some tensors by a factor, which is 0 for tensors that never change."""
     rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
     if len(groups) > GROUPS:
@@ -112,7 +112,10 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 
 
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
-    """Yield bias corrections that use a different step number for each tensor, as measured in the first step."""
+    """Yield candidates whose bias corrections use a different step number for each tensor.
+
+    The step numbers are measured in the first step.
+    """
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
     of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))
@@ -160,7 +163,7 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Find values of a setting that reproduce the port's loss in a step, and yield those that explain all tensors."""
+    """Find values of a setting that reproduce the port's loss in a step, and try them. Yield the exact attempts."""
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 
@@ -180,10 +183,11 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 
 
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
-    """Round a measured value, and return the attempt with the rounded value.
+    """Round a measured value, try a candidate with the rounded value, and return the attempt.
 
-    The function uses the fewest digits for which the attempt reproduces every tensor. If ``MOST`` digits aren't enough,
-    it returns None. If multiple candidates use the value, prefer a candidate that also reproduces all other cases.
+    The function rounds to the smallest number of digits with which the candidate reproduces every tensor. If ``MOST``
+    digits aren't enough, it returns None. If multiple candidates use the rounded value, the function prefers a
+    candidate that also reproduces all other cases.
     """
     usual = getattr(trials.case.training, name)
 

@@ -1,8 +1,8 @@
 """Measure the learning rate that a port uses in each step.
 
 The direction of an Adam step doesn't depend on the learning rate, so the weights after a step determine the rate. If
-the port doesn't return these weights, the loss in the next step determines the rate. The rates explain a port only if
-the reference, trained with these rates, reproduces all of the port's losses and weights.
+the port doesn't return these weights, the loss in the next step determines the rate. The measured rates are accepted
+only if the reference, trained with these rates, reproduces all of the port's losses and weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LISTED = 5  # maximum number of rates or factors in a sentence
 
 
 def measured_rates(case: Case, shown: Arrays) -> list[float]:
-    """Return the learning rate at each step, or an empty list if no rates explain every loss and every weight.
+    """Return the learning rate at each step, or an empty list if no rates reproduce all losses and weights.
 
     Multiple rates can lead to the same loss, so the result depends on the initial guess for each rate. The function
     tries three guesses: the rate of the previous step, the scheduled rate multiplied by the factor of the previous
@@ -41,7 +41,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
-    if not later_weights:  # only weights after step 1 can contradict the rates
+    if not later_weights:  # without weights after step 1, measured rates can't be verified
         return []
     shapes = {name: array.shape for name, array in case.load_weights().items()}
     if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
@@ -61,7 +61,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
 
 
 def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
-    """Return the rate in each step, or [] if no rates explain the tensors.
+    """Return the rate in each step, or [] if no rates reproduce the port's tensors.
 
     ``guess`` returns the initial guess for a rate, based on the earlier rates.
     """

@@ -1,4 +1,4 @@
-"""Determine search rules from the tokens that a port returned: a minimum length and a repetition penalty."""
+"""Determine a port's minimum length and repetition penalty in searches, based on the tokens that the port returned."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
     Args:
         case: A case with a greedy search.
         ids: The tokens that the search returned [B, T].
-        best: The tokens that ``forward`` prefers [B, T].
-        departs: Mask [B, T] that marks, in each sentence, the first token that ``forward`` doesn't prefer.
+        best: The allowed tokens to which ``forward`` assigns the highest probability [B, T].
+        departs: Mask [B, T] that marks, in each sentence, the first returned token that has a lower probability.
     """
     config, places = case.config, np.argwhere(departs).tolist()
     counts = before_the_end(ids, config)

@@ -1,4 +1,4 @@
-"""Find the wrong beam size, length penalty, maximum length, or attention window with which a port searches."""
+"""Determine whether a port searches with a wrong beam size, length penalty, maximum length, or attention window."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return one bug for equivalent values. Its name lists all of the values, and its edits use one of them."""
+        """Return a single bug that represents multiple values with the same effect.
+
+        The name of the bug lists all of the values, but the edits of the bug apply only one of them.
+        """
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
@@ -50,11 +53,12 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """For each element of ``kinds``, yield the parameters that explain the port's tokens in all of its cases.
+    """For each element of ``kinds``, yield the parameters that explain the port's tokens in all cases of the element.
 
     Args:
         trials: The port's tensors in a case with a search.
-        kinds: Variants of ``trials`` that contain different other cases, which a candidate must also reproduce.
+        kinds: Variants of ``trials``. Each variant contains a different set of additional cases, which a candidate must
+            also reproduce.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})

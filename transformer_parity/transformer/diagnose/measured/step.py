@@ -3,8 +3,8 @@
 Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the correct direction, but too
 far by the same factor, the learning rate of this step is too large by this factor. ``schedule`` measures the rate of
 every step without identifying a cause. In contrast, this module recognizes a constant learning rate, a constant factor
-of the rate, and a different number of warmup steps. It can also measure the first step if the learning rate is not the
-only difference.
+of the rate, and a different number of warmup steps. It can also measure the rate of the first step if later steps
+differ in other ways.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ DIGITS = 12  # significant digits of a measured factor; rounding affects later d
 
 
 def rate_candidates(case: Case, shown: Arrays) -> list[Bug]:
-    """Return candidates whose schedules explain the first step, or [] if its rate is correct or can't be measured."""
+    """Return candidates whose schedules explain the learning rate of the first step.
+
+    Return [] if this learning rate is correct or can't be measured.
+    """
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
@@ -88,7 +91,8 @@ def _losses_agree(case: Case, shown: Arrays) -> bool:
 def _move_factors(case: Case, shown: Arrays) -> list[float]:
     """Return, for each snapshot, the ratio of the weight changes in the port to the weight changes in the reference.
 
-    The first ratio is NaN unless it is the same for all weights. Later ratios are least-squares fits over all weights.
+    For the first snapshot, the ratio is NaN unless it is the same for all weights. For later snapshots, the ratio is a
+    least-squares fit over all weights.
     """
     usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.settings is not None else {}
     found = []
@@ -103,7 +107,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
         )
         factor = best_factor(actual, expected)
         weights = np.concatenate([np.ravel(usual[tap]) for tap in names.values()])
-        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # significant for weights that barely move
+        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # relevant if weights barely change
         far = np.linalg.norm(actual - factor * expected)
         same = far <= max(SAME * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)
@@ -111,7 +115,9 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
 
 
 def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
-    """Return candidates with weight decay, if the first step contains it. The coefficient is measured in this step.
+    """Return candidates with weight decay, or [] if the port doesn't apply weight decay in the first step.
+
+    The coefficient is measured in the first step.
 
     Args:
         case: A case with optimizer steps.
@@ -147,7 +153,7 @@ def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
 def wavelength_candidates(case: Case, shown: Arrays) -> list[Bug]:
     """Return a candidate with a different base of the wavelengths in the positional encodings.
 
-    The base is measured at the second source position. Return [] if it is 10000 or can't be measured.
+    The base is measured at the second source position. Return [] if the base is 10000 or can't be measured.
     """
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
@@ -193,7 +199,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
 
 
 def embedding_factor(trials: Trials, first: str, port: str) -> str:
-    """Report a wrong factor of the embeddings, measured after subtracting the positional encodings."""
+    """Report that embeddings are scaled by a wrong factor. Positional encodings are subtracted before measuring it."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
