@@ -218,7 +218,7 @@ class Decoder(Part):
                 or the new positions exceed the capacity of the cache.
         """
         ids = to_array("target_ids", target_ids)
-        is_one = ids.ndim < 2
+        is_one = ids.ndim == 1
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = ids.T if is_one else ids  # [R, L]
         check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)

@@ -142,6 +142,8 @@ def test_average_of_different_models_is_rejected(tmp_path):
     save_checkpoint(one, make())
     with pytest.raises(ValueError, match=r"^averaging weights requires at least one file: got none$"):
         average_weights([])
+    with pytest.raises(TypeError, match=r"^paths must be a list of files: got 'a.safetensors'$"):
+        average_weights("a.safetensors")
     config = small_config(layer_norm_epsilon=1e-5, pad_id=3)
     save_weights(other, config, random_weights(config))
     reason = "must have the same config: the configs differ in layer_norm_epsilon, pad_id$"

@@ -15,6 +15,7 @@ SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
 MEMORY = np.full((2, 4, 24), 0.5, np.float32)
 LONG = 300  # number of queries; above 256, fast attention computes them in blocks
+FOUR_AXES = "a mask must have four axes, like mask[None, None]"
 BOOLEAN = "must be boolean, True where attention is allowed"
 RAGGED = "must have rows of equal length: got different lengths; pad the rows"
 
@@ -235,8 +236,8 @@ def test_incompatible_attention_operands_raise_value_error(backend, shapes, mess
         (np.ones((2, 3, 5, 7)), TypeError, f"mask {BOOLEAN}: got float64"),
         (np.ones((2, 3, 5, 7), np.int32), TypeError, f"mask {BOOLEAN}: got int32"),
         (np.ones((2, 1, 7, 5), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (2, 1, 7, 5)"),
-        (np.ones((5, 7), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (5, 7)"),
-        (np.ones((2, 5, 7), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (2, 5, 7)"),
+        (np.ones((5, 7), bool), ValueError, f"mask must broadcast to (2, 3, 5, 7): got (5, 7); {FOUR_AXES}"),
+        (np.ones((2, 5, 7), bool), ValueError, f"mask must broadcast to (2, 3, 5, 7): got (2, 5, 7); {FOUR_AXES}"),
     ],
 )
 def test_invalid_attention_mask_is_rejected(backend, mask, kind, message):

@@ -19,7 +19,14 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 from safetensors.numpy import save_file
 
-from reference_numpy import load_weights, save_weights
+from reference_numpy import (
+    Transformer,
+    count_parameters,
+    load_weights,
+    parameter_shapes,
+    save_weights,
+    tap_shapes,
+)
 from transformer_parity.engine.system.files import write_text
 from transformer_spec.files import VocabularyFiles, checksum, load_notes, load_vocabulary
 
@@ -441,3 +448,28 @@ def test_file_with_several_vocabularies_is_rejected(path, config, extra, message
     tensors = weights | {name: np.frombuffer(content, np.uint8) for name, content in extra.items()}
     save_described(path, config, tensors)
     refused(path, message)
+
+
+def test_dtype_of_a_file_can_be_a_numpy_dtype(path, config):
+    for dtype in (np.float16, np.dtype("float16"), "half"):
+        save_weights(path, config, random_weights(config), dtype)
+        assert {array.dtype.name for array in load_weights(path)[1].values()} == {"float16"}
+
+
+def test_files_in_other_formats_are_rejected_with_the_expected_format(tmp_path):
+    np.savez(tmp_path / "weights.npz", kernel=np.ones(3))
+    with pytest.raises(
+        ValueError, match=r"weights.npz is not a usable weight file: .*; a weight file is a .safetensors"
+    ):
+        load_weights(tmp_path / "weights.npz")
+
+
+@pytest.mark.parametrize("of_config", [count_parameters, parameter_shapes, lambda model: tap_shapes(model, 1, 2, 3)])
+def test_functions_of_a_config_reject_a_model(of_config, config):
+    with pytest.raises(TypeError, match=r"^config must be a TransformerConfig: got Transformer$"):
+        of_config(Transformer(config))
+
+
+def test_weights_instead_of_a_dtype_are_not_printed(config):
+    with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got a dict$"):
+        Transformer(config, random_weights(config))

@@ -213,7 +213,7 @@ class Part(nnx.Module):
     def _take_next(self, ids, cache):
         """Check and return the IDs of each hypothesis at the next target positions [R, L]."""
         ids = as_array("target_ids", ids)
-        is_one = ids.ndim < 2
+        is_one = ids.ndim == 1
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = ids.T if is_one else ids
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)

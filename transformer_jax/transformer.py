@@ -214,7 +214,7 @@ class Decoder(Part):
             ValueError: If an ID is outside the vocabulary, the number of rows doesn't match the number of hypotheses,
                 or the new positions exceed the capacity of the cache.
         """
-        tap, is_one = checked(tap), np.ndim(target_ids) < 2
+        tap, is_one = checked(tap), np.ndim(target_ids) == 1
         ids = self._take_next(target_ids, cache)  # [R, L]
         cache = jax.tree.map(lambda x: x, cache)  # copy the cache, so that the caller's cache stays unchanged
         n = cache.length + jnp.arange(ids.shape[1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_spec.checks import check_fields, check_integer, some
+from transformer_spec.checks import check_fields, check_integer, check_type, some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import (
     FIRST_MOMENT,
@@ -67,6 +67,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
         ValueError: If weights or moments don't match the config, or the progress doesn't survive a JSON round trip.
         OSError: If the file can't be written.
     """
+    check_type("checkpoint", checkpoint, Checkpoint)
     tensors = {name: rounded(name, array, array.dtype.name) for name, array in checkpoint_tensors(checkpoint).items()}
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
     write_file(path, description, tensors, checkpoint.vocabulary)
@@ -141,9 +142,12 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
         paths: Weight files or checkpoints of the same model.
 
     Raises:
+        TypeError: If ``paths`` is one path instead of a list.
         OSError: If a file can't be read.
         ValueError: If no files are given, a file is invalid, or the files differ in config, tensor names, or dtypes.
     """
+    if isinstance(paths, str | Path):
+        raise TypeError(f"paths must be a list of files: got {str(paths)!r}")
     paths = list(paths)
     if not paths:
         raise ValueError("averaging weights requires at least one file: got none")

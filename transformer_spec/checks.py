@@ -25,7 +25,9 @@ def some(problems: Sequence[str]) -> str:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise a ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
+        got = repr(value)
+        got = got if len(got) < 100 else f"a {type(value).__name__}"  # for example, a dict of all weights
+        raise ValueError(f"{name} must be one of {', '.join(choices)}: got {got}")
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
@@ -296,7 +298,8 @@ def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> N
     if len(mask) != 4 or any(
         None not in (size, full) and size not in (1, full) for size, full in zip(mask, needed, strict=True)
     ):
-        raise ValueError(f"mask must broadcast to {needed}: got {tuple(mask)}")
+        remedy = "; a mask must have four axes, like mask[None, None]" if len(mask) < 4 else ""
+        raise ValueError(f"mask must broadcast to {needed}: got {tuple(mask)}{remedy}")
 
 
 def _check_agree(names: str, meaning: str, first: int | None, second: int | None) -> None:

@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, so that safetensors finds the dtype by its name
 import numpy as np
 from numpy import ndarray
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from transformer_spec.checks import check_choice
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import FLOAT_DTYPES, check_weights, parameter_shapes, rounded
+from transformer_spec.names import check_float_dtype, check_weights, parameter_shapes, rounded
 
 METADATA_KEY = "transformer-parity"  # only one key, because safetensors writes multiple keys in a random order
 FORMAT_VERSION = 2
@@ -62,7 +63,7 @@ def save_weights(
     path: str | Path,
     config: TransformerConfig,
     weights: Mapping[str, ndarray],
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
     notes: Mapping[str, Mapping[str, Any]] | None = None,
     part: str | None = None,
@@ -73,8 +74,8 @@ def save_weights(
         path: File to create or replace.
         config: Configuration of the model to which the weights belong.
         weights: One array per canonical parameter name.
-        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. If None, each array keeps
-            its dtype.
+        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16, as a name or a NumPy
+            dtype. If None, each array keeps its dtype.
         vocabulary: A sentencepiece model, or the files of another type of vocabulary. A file with a vocabulary contains
             everything that is required to translate text. If None, no vocabulary is stored.
         notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. If None, no
@@ -89,10 +90,9 @@ def save_weights(
         OSError: If the file can't be written.
     """
     check_weights(config, weights, part=part)
-    if dtype is not None:
-        check_choice("dtype", dtype, FLOAT_DTYPES)
+    stored = None if dtype is None else check_float_dtype(dtype)
     kept = {name: weights[name] for name in parameter_shapes(config, part)}
-    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in kept.items()}
+    tensors = {name: rounded(name, array, stored or array.dtype.name) for name, array in kept.items()}
     description = {"config": config.to_dict(), **({} if part is None else {"part": part})}
     description |= {name: _checked_note(name, note) for name, note in (notes or {}).items()}
     write_file(path, description, tensors, vocabulary)
@@ -312,7 +312,8 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
         with safe_open(path, framework="numpy") as file:
             yield _read_description((file.metadata() or {}).get(METADATA_KEY)), file
     except (SafetensorError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a usable {kind}: {error}") from error
+        remedy = "" if Path(path).suffix == ".safetensors" else f"; a {kind} is a .safetensors file"
+        raise ValueError(f"{path} is not a usable {kind}: {error}{remedy}") from error
 
 
 def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[TransformerConfig, dict[str, ndarray]]:
@@ -320,8 +321,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    # Allocate one large block, because the C library returns it to the operating system when it is freed. The C library
-    # would keep the memory of small arrays.
+    # Allocate one large block. The C library returns it to the operating system when it is freed, unlike small arrays.
     pieces = map(file.get_slice, names)
     sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
     room = np.empty(sum(sizes), np.uint8)

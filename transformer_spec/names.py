@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from transformer_spec.checks import check_choice, check_integer, check_type, check_unmasked, some
 from transformer_spec.config import TransformerConfig
@@ -54,8 +56,10 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
             If None, all parameters are returned.
 
     Raises:
+        TypeError: If ``config`` is not a ``TransformerConfig``.
         ValueError: If the part is unknown.
     """
+    check_type("config", config, TransformerConfig)
     if part is None:
         return dict(_parameters(config))
     check_choice("part", part, tuple(PARTS))
@@ -75,7 +79,11 @@ def tap_shapes(
         batch: Number of sequences.
         source_length: Length of the source sequences in tokens.
         target_length: Length of the target sequences in tokens.
+
+    Raises:
+        TypeError: If ``config`` is not a ``TransformerConfig``.
     """
+    check_type("config", config, TransformerConfig)
     return dict(_taps(config, batch, source_length, target_length))
 
 
@@ -84,7 +92,11 @@ def count_parameters(config: TransformerConfig) -> int:
 
     Args:
         config: Model configuration.
+
+    Raises:
+        TypeError: If ``config`` is not a ``TransformerConfig``.
     """
+    check_type("config", config, TransformerConfig)
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     shapes = parameter_shapes(config.replace(**{f"num_{stack}_layers": min(n, 2) for stack, n in depths.items()}))
     # All layers from index 1 on have the same shapes, so the shapes at index 1 are multiplied by the number of layers.
@@ -162,6 +174,19 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
         for moments in (state.first_moment, state.second_moment):
             for name, array in moments.items():
                 rounded(name, array, dtype)
+
+
+def check_float_dtype(dtype: DTypeLike) -> str:
+    """Return the name of a dtype in which weights can be stored, such as float16.
+
+    Raises:
+        ValueError: If the dtype is none of ``FLOAT_DTYPES``.
+    """
+    name: Any = dtype
+    with suppress(TypeError):  # not a dtype of NumPy
+        name = np.dtype(dtype).name
+    check_choice("dtype", name, FLOAT_DTYPES)
+    return name
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -213,7 +213,7 @@ class Decoder(Part):
                 or the new positions exceed the capacity of the cache.
         """
         ids = target_ids if isinstance(target_ids, Tensor) else np.asarray(target_ids)
-        tap, is_one = checked(tap), ids.ndim < 2
+        tap, is_one = checked(tap), ids.ndim == 1
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None, self.device)
         ids = ids.T if is_one else ids  # [R, L]
         check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
