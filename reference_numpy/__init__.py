@@ -1,4 +1,4 @@
-"""The Transformer from "Attention Is All You Need" in NumPy, the reference for the other packages.
+"""The Transformer from "Attention Is All You Need" in NumPy. This package is the reference for the other packages.
 
 The model is post-norm, as in the paper, unless the config specifies otherwise. Read ``functional`` first, then the
 modules in the order of the paper: masks, attention, layers, feed_forward, embedding, encoder, decoder, part, and

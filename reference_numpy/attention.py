@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Return one average of the values per query, weighted by the similarity of the query to each key.
+    """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 

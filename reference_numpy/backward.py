@@ -4,7 +4,7 @@
 forward pass (``functional``, ``attention``, ``layers``, ``embedding``). This module contains the backward passes of the
 larger blocks. A backward function takes the inputs of its block and the gradient with respect to the output, and
 returns the gradients with respect to the inputs. The function reads all other values of the forward pass from a
-``Trace``. It also reports the gradient at every tap and every parameter to this trace.
+``Trace``. It also reports the gradients with respect to its taps and parameters to the same ``Trace``.
 
 Axes: B batch, L query length, M memory length, S source length, T target length, V target vocabulary.
 """
@@ -224,10 +224,10 @@ def transformer_backward(
     seen: Mapping[str, ndarray],
     found: Recorder | None = None,
 ) -> tuple[dict[str, ndarray], dict[str, ndarray]]:
-    """Return the gradient at every parameter and at every tap, in the order of ``parameter_shapes`` and ``tap_shapes``.
+    """Return the gradients with respect to parameters and taps, ordered as in ``parameter_shapes`` and ``tap_shapes``.
 
-    The gradient at a tap is the gradient with respect to the value that the tap returned. If there is no operation
-    between two taps, their gradients are the same array.
+    The gradient with respect to a tap is the gradient with respect to the value that the tap returned. If there is no
+    operation between two taps, their gradients are the same array.
 
     Args:
         model: Model, which must not have changed since the forward pass.
@@ -242,7 +242,7 @@ def transformer_backward(
             recorded.
 
     Returns:
-        The gradients at the parameters and the gradients at the taps, as two dicts.
+        Two dicts: the gradients with respect to the parameters, and the gradients with respect to the taps.
 
     Raises:
         ValueError: If the value of a tap is missing from ``seen``, if ``seen`` replaced a value that is not a dropout
@@ -278,5 +278,5 @@ def transformer_backward(
 
 
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
-    """Return whether ``seen`` omits a tap intentionally."""
+    """Return whether a tap is missing from ``seen`` because the class of ``seen`` stores only some of the taps."""
     return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)

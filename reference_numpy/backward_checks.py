@@ -1,4 +1,4 @@
-"""Check that the backward pass applies to a model whose layers a user may have replaced."""
+"""Check that the backward pass matches the forward pass of a model, because users can replace the model's layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from transformer_spec.checks import some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import parameter_shapes
 
-# Blocks and layers whose backward pass is in ``backward``, or that have none, keyed by attribute name. All other layers
-# define their backward pass themselves.
+# Blocks and layers, keyed by attribute name, that have no backward pass or whose backward pass is in ``backward``. All
+# other layers define their own backward pass.
 BLOCKS: dict[str, tuple[type, ...]] = {
     "encoder": (EncoderStack,),
     "decoder": (DecoderStack,),
@@ -35,7 +35,7 @@ BLOCKS: dict[str, tuple[type, ...]] = {
 }
 # Suffixes of attribute names. Attributes with these suffixes are layers with parameters.
 LAYERS = ("_proj", "_norm", "_embedding", "_position")
-METHODS = ("__call__", "_encode", "_decode", "project")  # methods of a block that its backward pass differentiates
+METHODS = ("__call__", "_encode", "_decode", "project")  # methods that the backward pass of a block differentiates
 REMEDY = "the backward pass cannot differentiate a different formula"
 
 

@@ -29,7 +29,7 @@ class DecoderLayer:
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
-        with_self_attention: False omits the self-attention and its layer norm. See
+        with_self_attention: If False, the self-attention and its layer norm are omitted. See
             ``config.skip_first_self_attention``.
 
     Taps:
@@ -194,7 +194,7 @@ class DecoderStack:
         positions: Float[ndarray, "capacity d_model"],
         beam_size: int = 1,
     ) -> DecoderCache:
-        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+        """Return a cache with empty buffers for the target positions, and the keys and values of the encoder memory.
 
         Args:
             memory: Encoder memory: one vector per source position.

@@ -30,9 +30,9 @@ def sinusoidal_encoding(
         d_model: Number of channels. It must be even.
         layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
             first.
-        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. The
-            longest is slightly less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with
-            ``m_minus_1`` (tensor2tensor).
+        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. With
+            ``m``, as in the paper, the longest wavelength is slightly less than 10000 * 2 pi. With ``m_minus_1``, as in
+            tensor2tensor, it is exactly 10000 * 2 pi.
         offset: Index of the first position.
 
     Raises:
@@ -77,7 +77,8 @@ class TokenEmbedding:
     ) -> None:
         """Add the gradient with respect to the embedding matrix to ``dtable``.
 
-        The gradient of each row of the matrix is the sum over all positions that contain the token of this row.
+        The gradient with respect to row i of the matrix is the sum of the gradients at all positions whose token ID is
+        i, times ``multiplier``.
 
         Args:
             ids: Token IDs of the forward pass.

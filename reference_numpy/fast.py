@@ -211,7 +211,7 @@ def attend(
 
 
 def _attend_in_blocks(query, key, value, mask, dropout):
-    """Compute attention for one block of queries of one head at a time.
+    """Compute attention for one head and one block of queries at a time.
 
     The blocks are in the order in which dropout samples masks.
     """
@@ -268,12 +268,12 @@ def by_sentence(
 
 
 class FastAdam(Adam):
-    """Adam that updates a parameter in pieces, so that each piece stays in the CPU cache during an update."""
+    """Adam that updates a few rows of a parameter at a time, so that these rows stay in the CPU cache."""
 
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
-        """Take a step: update parameters and moments in place, one piece at a time."""
+        """Take a step: update parameters and moments in place, a few rows at a time."""
         self.check(gradient)
         settings = self.settings
         correction1, correction2 = corrections
@@ -289,7 +289,7 @@ class FastAdam(Adam):
 
 
 def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
-    """Yield corresponding pieces of arrays of the same shape."""
+    """Split arrays that have the same shape into groups of rows, and yield corresponding groups."""
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]

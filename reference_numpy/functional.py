@@ -49,7 +49,8 @@ def masked_softmax(
         scores = np.where(mask, scores, -np.inf)
     largest = scores.max(axis=-1, keepdims=True, initial=np.finfo(scores.dtype).min)  # finite even if no key is allowed
     weights = np.exp(scores - largest)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # at least exp(0), or 0 if no key is allowed
+    # The sum is at least exp(0) = 1. If no key is allowed, the sum is 0, and the result is 0, too.
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)
 
 
 def masked_softmax_backward(

@@ -30,7 +30,7 @@ class Linear:
     Args:
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
-        bias: True adds a bias.
+        bias: Whether to add a bias.
         dtype: Dtype of the parameters, ``float32`` or ``float64``. The parameters are zero until you set weights.
     """
 
@@ -66,7 +66,7 @@ class LayerNorm:
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the type of divisor.
+        config: Model configuration, which defines the size, the epsilon, and the formula for the divisor.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 

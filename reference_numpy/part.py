@@ -34,8 +34,8 @@ class Part:
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -89,7 +89,7 @@ class Part:
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -122,7 +122,7 @@ class Part:
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -139,7 +139,7 @@ class Part:
         return f"{type(self).__name__}({sizes}): {count:,} parameters in {parameters[0].dtype}"
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
+        """Return copies of all parameters, keyed by canonical name. The copies have the model's dtype.
 
         Raises:
             TypeError: If a parameter is not an array.
@@ -149,7 +149,7 @@ class Part:
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute the mask."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:

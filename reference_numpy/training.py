@@ -109,7 +109,7 @@ def cross_entropy_backward(
 
 @UNDERFLOW
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-    """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
+    """Return the loss per target token of a batch, and its gradients with respect to all parameters and taps.
 
     Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero.
 
@@ -156,9 +156,9 @@ class Trainer:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the model is not in float32 or float64, if mixed precision is combined with float64, if the mesh
-            can't divide the model, if no weights have been set, if the model's parameters don't match its config, if a
-            layer overrides only its forward pass, or if another value is invalid.
+        ValueError: If the model is not in float32 or float64, has no weights yet, has parameters that don't match its
+            config, or contains a layer that overrides only its forward pass. This error is also raised if mixed
+            precision is combined with float64, if the mesh can't divide the model, or if another argument is invalid.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Trainer:
 
     @UNDERFLOW
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
+        """Return the loss per target token of a batch, and the gradient that ``train_step`` computes before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -280,7 +280,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow the model's dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.step, self.seed = state.step, state.seed
@@ -313,7 +313,7 @@ class Trainer:
 
 
 def _check_settings(model, settings):
-    """Raise an error unless the settings have the right type and can train the model."""
+    """Raise an error unless the settings are a ``TrainingConfig`` that supports the dtype of the model."""
     check_type("settings", settings, TrainingConfig)
     check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
 
@@ -332,7 +332,7 @@ def _take(model, source_ids, target_ids, labels):
 
 @UNDERFLOW
 def _backward(model, batch, seen, found, rng=None):
-    """Return the summed loss, the number of tokens, and the gradient at every parameter and every recorded tap."""
+    """Return the summed loss, the number of tokens, and the gradients with respect to parameters and recorded taps."""
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     arguments = logits, labels, model.config

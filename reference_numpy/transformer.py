@@ -37,8 +37,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -96,8 +96,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -210,7 +210,7 @@ class Decoder(Part):
                 replaces the intermediate value.
 
         Returns:
-            The logits, [R, V] or [R, L, V], and the same cache, for the next step.
+            The logits, [R, V] or [R, L, V], and the same cache, which you pass to the next step.
 
         Raises:
             TypeError: If the IDs are not integers.
@@ -244,8 +244,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.

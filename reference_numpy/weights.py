@@ -68,7 +68,7 @@ def parameters(model: Model) -> dict[str, ndarray]:
         if stack is not None and len(stack.layers) != depth:
             raise ValueError(f"{name}.layers must have {depth} layers, as in the config: got {len(stack.layers)}")
     found = {name: find(model, name) for name in parameter_shapes(model.config, model.part)}
-    names: dict[int, str] = {}  # keyed by lowest address
+    names: dict[int, str] = {}  # canonical names, keyed by the lowest memory address of each array
     for name, array in found.items():
         if not isinstance(array, ndarray):
             raise TypeError(f"{name} must be an array: got {type(array).__name__}")
@@ -117,7 +117,7 @@ def _is_floating(array: ndarray) -> bool:
 def _values(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each attribute of an object, and of each entry of a list, tuple, or dict in it."""
     for key, value in vars(owner).items():
-        if type(value) in (list, tuple, dict):  # not a subclass, such as a Recorder
+        if type(value) in (list, tuple, dict):  # excludes subclasses, such as Recorder
             entries = value.items() if type(value) is dict else enumerate(value)
             yield from ((f"{key}.{i}", x) for i, x in entries)
         else:
@@ -125,7 +125,9 @@ def _values(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_writable(name: str, parameter: ndarray, shape: tuple[int, ...]) -> None:
-    """Check that a parameter can be overwritten, so that an error can't leave only some parameters overwritten.
+    """Check that a parameter can be overwritten.
+
+    Callers check all parameters before they overwrite the first parameter, so an error leaves the model unchanged.
 
     Raises:
         ValueError: If the parameter is read-only, is not a floating-point array, or has a different shape.

@@ -93,7 +93,9 @@ def test_source_imports_no_framework():
 
 
 def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
-    summary = "Return one average of the values per query, weighted by the similarity of the query to each key."
+    summary = (
+        "Return a weighted average of the values for each query. The weights depend on the similarity of query and key."
+    )
     hidden = parity(capsys, "source", "scaled_dot_product_attention")[1]
     assert " ".join(hidden.partition("\n\n")[0].replace("# ", "").split()).endswith(summary)
     assert '"""' not in hidden

@@ -1,9 +1,9 @@
 """The theoretical costs of a parallelism plan: the number of bytes that each device stores and sends per step.
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
-In an all-gather or a reduce-scatter over W devices, each device sends (W - 1) / W of the array. In an all-reduce, it
-sends twice as much. The computation ignores scalars, such as the loss and the gradient norm. It also ignores the
-padding that is added to arrays that can't be divided equally.
+In an all-gather or a reduce-scatter over W devices, each device sends (W - 1) / W of the array. In an all-reduce, each
+device sends twice as many bytes. The computation ignores scalars, such as the loss and the gradient norm. It also
+ignores the padding that is added to arrays that can't be divided equally.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _shard(plan: Plan, batch: Batch) -> Batch:
 
 
 def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
-    """Yield the number of positions, each with d_model elements, in every all-reduce of tensor parallelism."""
+    """Yield the number of vectors of size d_model that the all-reduces of tensor parallelism sum.
+
+    A single number may be the total for multiple all-reduces.
+    """
     source, target = shard.rows * shard.source, shard.rows * shard.target
     for _ in range(config.num_encoder_layers):
         yield 2 * source  # the outputs of attention and the feed-forward network
@@ -112,21 +115,21 @@ def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
     for layer in range(config.num_decoder_layers):
         attentions = 1 + config.has_self_attention(layer)
         yield (attentions + 1) * target
-        # The input gradients of five projections: query, key, and value in self-attention, query in cross-attention,
-        # and inner.
+        # The input gradients of five projections: the query, key, and value projections in self-attention, the query
+        # projection in cross-attention, and the inner projection of the feed-forward network.
         yield (3 * (attentions - 1) + 2) * target
         yield 2 * source  # the input gradients of key and value in cross-attention
 
 
 def _operands(plan: Plan, config: TransformerConfig, shard: Batch) -> Iterator[int]:
-    """Yield the sizes of the logits and all matmul operands that aren't parameters, as numbers of elements.
+    """Yield the number of elements of the logits and of each matmul operand that isn't a parameter.
 
-    A number may be the sum for multiple arrays.
+    A single number may be the total for multiple arrays.
     """
     source, target = shard.rows * shard.source, shard.rows * shard.target
 
     def attention(sizes, queries, keys):
-        """Return the total number of elements in the query-side input, the query, key, value, and context."""
+        """Return the number of elements in five arrays: the query-side input, queries, keys, values, and context."""
         heads = sizes.num_heads // plan.tensor
         return heads * (queries * (sizes.d_k + sizes.d_v) + keys * (sizes.d_k + sizes.d_v)) + queries * config.d_model
 

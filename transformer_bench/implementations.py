@@ -32,7 +32,7 @@ from transformer_spec.search import SearchResult
 
 @dataclass
 class Package(TimedImplementation):
-    """One of the four packages of this project, called the way its users call it."""
+    """One of the four packages of this project, called as a user would call the package."""
 
     form: ClassVar[str] = ""  # the name of a mode in tables, such as "compiled"; empty for the default mode
     backend: str
@@ -300,7 +300,7 @@ OURS: dict[str, dict[str, TimedImplementation]] = {
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
-# Additional modes of the packages, which ``--peers`` also times. TensorFlow's forward pass always uses XLA. Searches
+# Additional modes of the packages, timed only with ``--peers``. TensorFlow's forward pass always uses XLA. Searches
 # have no compiled mode, because torch.compile would recompile them for each length.
 FORMS: dict[str, dict[str, TimedImplementation]] = {
     "forward": {"torch": ForwardCompiled("torch")},

@@ -54,7 +54,10 @@ class HasMatmuls(Protocol):
 
 @dataclass
 class Matmuls(TimedImplementation):
-    """A baseline that runs only the matmuls of a workload in NumPy. Its time is a lower bound for the reference."""
+    """A baseline that runs only the matmuls of a workload in NumPy.
+
+    The time of this baseline is a lower bound for the time of the reference.
+    """
 
     name: str = "matmuls"
 

@@ -1,4 +1,7 @@
-"""Statistics for ``parity bench``: the measurements of each implementation, and ratios of times within a round."""
+"""Statistics for ``parity bench``: measurements of each implementation, time ratios, and growth exponents.
+
+A time ratio compares two implementations in the same round.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 
-FITTED = 3  # number of sizes used to fit exponents: only the largest ones, because constant costs dominate small sizes
+# Growth exponents are fitted to this number of the largest sizes, because constant costs dominate smaller sizes.
+FITTED = 3
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
@@ -23,7 +27,7 @@ class Entry:
     """The measurements of one implementation.
 
     Attributes:
-        name: The name in tables.
+        name: The name shown in tables.
         has_result: Whether the implementation returns a result to verify. A baseline doesn't return a result.
         verdict: AGREES if all results so far agree with the reference.
         problem: The reason why a result doesn't agree, or why the implementation couldn't be timed.
@@ -72,7 +76,10 @@ class Entry:
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as built-in Python types. If a result doesn't agree, all times are replaced with None."""
+        """Return the entry as built-in Python types.
+
+        If a result doesn't agree with the reference, all times are replaced with None.
+        """
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},

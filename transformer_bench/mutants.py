@@ -114,7 +114,7 @@ class Mutant:
 
 
 def source(package: str, module: str) -> str:
-    """Return the text of a module; empty if the package doesn't contain the module."""
+    """Return the text of a module, or an empty string if the package doesn't contain the module."""
     path = ROOT / package / f"{module}.py"
     return path.read_text("utf-8") if path.is_file() else ""
 
@@ -127,7 +127,7 @@ def mutants_of(package: str) -> Sequence[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return a random sample of the mutants in source order. The sample depends only on the arguments."""
+    """Return a random sample of the mutants, sorted in source order. The sample depends only on the arguments."""
     if count >= len(mutants):
         return list(mutants)
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), count))
@@ -153,14 +153,15 @@ Change = tuple[str, str, Any, str]  # where, kind, node to replace, replacement 
 
 
 class _Changes:
-    """Generates all changes to a module."""
+    """Generates every possible mutation of a module."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
-        # Lines of the header of the last function that isn't defined inside a different function.
+        # Header lines of the most recent function that isn't nested in a function.
         self.function: tuple[int, int] | None = None
-        self.outer: tuple[int, int] | None = None  # in inner functions, lines of the enclosing function's header
+        # Header lines of the enclosing function while an inner function is mutated, otherwise None.
+        self.outer: tuple[int, int] | None = None
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])

@@ -36,8 +36,9 @@ from transformer_parity.transformer.ports.registry import PORTS
 WORK = "transformer_bench.mutation_work:work"  # the function that each process runs
 # Maximum number of mutants per process. It is limited because the modified copies of a package stay in memory.
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
-PATIENCE = 30.0  # maximum seconds for a case or an import; a mutant that takes longer is considered to hang
-START = 300.0  # maximum seconds for the unmodified package, including the compilation of operations that mutants reuse
+PATIENCE = 30.0  # maximum time in seconds for a case or an import; a mutant that takes longer is considered to hang
+# Maximum time in seconds for the unmodified package, including the compilation of operations that mutants reuse.
+START = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +124,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path) -> Iterator[list[ColumnResult]]:
-    """Yield the results of each mutant, one for each column.
+    """For each mutant, yield a list with one result per column.
 
     Args:
         children: The object that starts and stops child processes.
@@ -170,7 +171,7 @@ def _messages(children: Children, child: Child, patience: float) -> Iterator[Any
 def print_score(
     console: Console, by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Print how many mutants are caught in each column, and the surviving mutants."""
+    """Print the number of caught mutants in each column, and a list of the surviving mutants."""
     table = tables.table("mutants", *COLUMNS)
     for backend, mutants in by_backend.items():
         cells = []

@@ -47,8 +47,8 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-# Backends that run slowly, one operation at a time. They run only some of the conventions and, in bfloat16, only some
-# of the cases.
+# Backends that run slowly, one operation at a time. They are tested with only some of the conventions and, in bfloat16,
+# in only some of the cases.
 SLOW = ("jax", "tf")
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
@@ -101,7 +101,7 @@ class PackageAsPort(Port):
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """The result for a mutant in one column.
+    """The result for one mutant in one column of the table.
 
     Attributes:
         key: The key of the mutant.
@@ -127,7 +127,9 @@ Lines = Mapping[str, Sequence[str]]  # the lines that each trial executes, as mo
 
 @dataclass
 class ColumnTrials:
-    """All trials for a package in one column. A trial runs a case with one variant of the port in one dtype.
+    """All trials of one package for one column of the table.
+
+    A trial runs a case with one variant of the port in one dtype.
 
     Attributes:
         column: ``PORT`` or ``CHECK``.
@@ -149,8 +151,8 @@ class ColumnTrials:
         if self.backend in SLOW:
             wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
-        # Only models without fast.py execute the formulas of the reference. The other packages run the way users run
-        # them.
+        # In NumPy, also run the model that doesn't use fast.py, because only this model executes the reference's
+        # formulas. All other packages are run only with the default setting.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
 
     def ports(self, package: str) -> Iterator[tuple[str, Any, Sequence[Case]]]:
@@ -227,7 +229,10 @@ class Worker:
         self.lines: Lines = self._trace() if lines is None else lines
 
     def _trace(self) -> Lines:
-        """Run the unmodified package, and return the lines that each trial executes; empty for failing trials."""
+        """Run the unmodified package, and return the lines that each trial executes.
+
+        For a trial that fails, the list of lines is empty.
+        """
         found: dict[str, set[str]] = {}
         wrong: set[str] = set()  # trials that fail without a mutation and therefore can't detect mutants
         seen: set[str] = set()

@@ -26,7 +26,7 @@ LEAST_READ = 2**18  # minimum number of elements of this matrix, so that it exce
 
 @dataclass(frozen=True)
 class Peak:
-    """The machine's peak with each library.
+    """The machine's peak matmul throughput and memory bandwidth, measured with each library.
 
     Attributes:
         rates: The throughput of a large matmul with each library, in operations per second.
@@ -41,12 +41,12 @@ class Peak:
 
     @property
     def rate(self) -> float:
-        """The best matmul throughput."""
+        """The highest matmul throughput of any library."""
         return max(self.rates.values())
 
     @property
     def bandwidth(self) -> float:
-        """The best memory bandwidth."""
+        """The highest memory bandwidth of any library."""
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:

@@ -3,9 +3,9 @@
 Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The workload is the same as in
 ``parity bench``. Two warm-up calls are excluded.
 
-- NumPy: Python's ``cProfile`` measures the CPU time of each function. A table specifies the kind of work of some
-  functions, such as the methods of ``Linear`` and ``LayerNorm``. The time of any other function is added to its
-  callers.
+- NumPy: Python's ``cProfile`` measures the CPU time of each function. A table assigns a kind of work to some
+  functions, such as the methods of ``Linear`` and ``LayerNorm``. The time of any other function is added to the time
+  of its callers.
 - PyTorch: ``torch.profiler`` measures the time of each operation.
 - JAX and TensorFlow: The profilers of these frameworks measure the time of each XLA instruction. By default, XLA
   doesn't compile TensorFlow's training step, so its profile lists graph operations instead. The profiles don't
@@ -86,9 +86,9 @@ KINDS = {  # name patterns with their kinds; the first matching pattern applies
 
 
 def numpy_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the CPU time of each function that has a kind of work in ``KINDS``.
+    """Return the CPU time of each function to which ``KINDS`` assigns a kind of work.
 
-    If a function has no kind of work, its time is added to the functions that call it.
+    The time of any other function is added to the time of the functions that call it.
     """
     profile = cProfile.Profile(time.process_time)
     for _ in range(calls):
@@ -98,9 +98,9 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
     names = {function: qualified(*function) for function in stats}
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
-        """Add to the recorded time of a function, or of its callers if the function has no kind of work.
+        """Add seconds to the time of a function or, if ``KINDS`` doesn't list the function, to the time of its callers.
 
-        The time is divided among the callers in proportion to the time that the function runs on behalf of each caller.
+        The seconds are divided among the callers in proportion to how long the function runs on behalf of each caller.
         """
         callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
         whole = sum(callers.values())
@@ -207,7 +207,7 @@ def matmuls(programs: Path) -> dict[tuple[str, str], bool]:
         (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
         bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
         for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
-            key = program, name  # if two programs have the same name, a matmul in one of them is sufficient
+            key = program, name  # multiple programs can have this key; the value is True if any of them has a matmul
             found[key] = found.get(key, False) or " dot(" in bodies[body]
     return found
 
@@ -221,7 +221,7 @@ PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
 
 
 def kind_of(backend: str, name: str) -> str:
-    """Return the kind of work that a function or operation does."""
+    """Return the kind of work of a function or an operation: the first matching entry in ``KINDS``, or ``REST``."""
     return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
 
 

@@ -29,7 +29,7 @@ class TimedImplementation:
     """An implementation to time. The object is sent to child processes, in which it imports the required packages.
 
     Attributes:
-        name: The name in tables.
+        name: The name shown in tables.
         processes: The number of processes of the implementation. The threads are divided equally among the processes.
         has_result: Whether the implementation returns a result to verify.
     """
@@ -50,7 +50,7 @@ class TimedImplementation:
         return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
-        """Import the required packages, and return versions, devices, and settings."""
+        """Import the required packages, and return the versions, devices, and settings."""
         raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
@@ -82,11 +82,12 @@ class Reply:
 
     Attributes:
         answer: The return value.
-        seconds: The duration of the call in seconds; the maximum over all processes.
-        processor_seconds: The CPU time of all threads in seconds; the sum over all processes.
+        seconds: The duration of the call in seconds. With multiple processes, the longest duration.
+        processor_seconds: The CPU time in seconds, summed over all threads and processes.
         peak_bytes: The peak memory during the call, or since the start of the process if the system can't reset the
-            peak; the maximum over all processes. None if unknown.
-        held_bytes: The memory of the process after the call; the maximum over all processes. None if unknown.
+            peak. With multiple processes, the largest peak. None if unknown.
+        held_bytes: The memory of the process after the call. With multiple processes, the largest value. None if
+            unknown.
         others: The return values in the other processes.
     """
 
@@ -139,8 +140,8 @@ class ImplementationProcess:
         """Wait for the reply to a call.
 
         Raises:
-            ImplementationError: If the call raised an exception or a process exited. All processes of the
-                implementation have then been stopped.
+            ImplementationError: If the call raised an exception or a process exited. In this case, all processes of
+                the implementation have already been stopped.
         """
         try:
             return Reply.of(self._team.replies())
@@ -191,8 +192,8 @@ def run_rounds(
         weights: The weight file.
         rounds: The number of rounds.
         verify: A function that raises a DisagreementError if a result is wrong.
-        tell: A function that is called before each activity of an implementation, such as loading. Its arguments are
-            the name of the implementation and the activity.
+        tell: A function that is called whenever an implementation is about to start an activity, such as loading. Its
+            arguments are the name of the implementation and the activity.
     """
     for process in processes:
         tell(process.entry.name, "importing")

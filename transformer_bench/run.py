@@ -31,10 +31,10 @@ class Setting:
 
     Attributes:
         backends: The backends of the packages to time.
-        peers: Whether to also time implementations outside this project and the packages' compiled modes.
+        peers: Whether to also time the compiled modes of the packages, and implementations from other projects.
         threads: The number of threads of each implementation.
         rounds: The number of timed calls of each implementation; 0 to only compute the costs of plans.
-        plans: The parallelism plans. Each package is additionally timed while it trains with each of them.
+        plans: The parallelism plans. The training of each package is also timed with each plan.
     """
 
     backends: Sequence[str]
@@ -48,8 +48,8 @@ class Setting:
         ours: list[TimedImplementation] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
-            # A dozen processes that train a base-sized model use more than 24 GB of memory, so the compiled mode is
-            # only trained if there is one backend.
+            # Training a base-sized model in a dozen processes takes more than 24 GB of memory. Therefore, training in
+            # the compiled mode is timed only if there is one backend.
             if self.peers and name in FORMS[work.task] and (work.task != "train" or len(self.backends) == 1):
                 ours.append(FORMS[work.task][name])
         return [*ours, *others(work), Matmuls()] if self.peers else ours

@@ -120,7 +120,7 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
 
 
 def print_peak(console: Console, work: Work, peak: Peak | None) -> None:
-    """Print the machine's peak and the matmul libraries."""
+    """Print the machine's peak throughput and bandwidth, and the matmul libraries."""
     if peak is None:
         return
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in peak.rates.items())

@@ -1,11 +1,11 @@
 """Measure how many sentences per second the packages, Hugging Face's Marian, and CTranslate2 translate.
 
-Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. All translators use the same random
-weights, with one of the model sizes of ``parity bench``. The weights can be random because the speed depends only on
-the model size and the lengths of the sentences. Each word of the text is one token, and every translation has exactly
-``--tokens`` tokens. Each translator runs in a separate process, on batches of up to 64 sentences sorted by length. The
-first run compiles and warms up, and the second run is timed. CTranslate2 (``pip install ctranslate2``) runs in float32
-and in int8. It sorts and batches sentences internally, and loads a directory written by ``parity export``.
+Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. All translators use the same model,
+in one of the sizes of ``parity bench``. The weights are random, because the speed depends only on the model size and
+the lengths of the sentences. Each word of the text is one token, and every translation has exactly ``--tokens`` tokens.
+Each translator runs in a separate process. It translates sentences sorted by length, in batches of up to 64. The first
+run compiles and warms up, and the second run is timed. CTranslate2 (``pip install ctranslate2``) runs in float32 and in
+int8. It sorts and batches sentences internally, and loads a directory written by ``parity export``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM
 
 
 def read(options: argparse.Namespace) -> list[list[int]]:
-    """Return the token IDs of each line: an ID for each word, computed from a checksum of the word, and EOS."""
+    """Return the token IDs of each line: one ID per word, computed from the word's checksum, followed by EOS."""
     config = DecodeWork(options.config).config
     first = max(config.pad_id, config.bos_id, config.eos_id) + 1
     words = config.source_vocab_size - first
@@ -102,7 +102,7 @@ def of_marian(model: Path, work: DecodeWork) -> Translate:
 
 
 def of_ctranslate2(name: str, model: Path, work: DecodeWork, threads: int) -> Translate:
-    """Return a function that translates with CTranslate2. Each CTranslate2 token is the text of a token ID."""
+    """Return a function that translates with CTranslate2. Its tokens are strings, so token ID 5 is passed as "5"."""
     import ctranslate2
 
     kind = "int8" if name.endswith("int8") else "float32"
@@ -155,7 +155,7 @@ def write(options: argparse.Namespace, model: Path) -> None:
 
 
 def write_json(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write the results, the settings, and the machine as JSON."""
+    """Write the results, the settings, and a description of the machine as JSON."""
     asked = {name: getattr(options, name) for name in ("config", "lines", "tokens", "beam", "threads")}
     words = [len(line) - 1 for line in read(options)]
     report = {"machine": describe_machine(), **asked, "words": sum(words) / len(words), "translators": rows}
@@ -187,7 +187,7 @@ def main() -> None:
         help=f"time these translators, given as a comma-separated list of {', '.join(TRANSLATORS)} (default: all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results and the machine as JSON")
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # passed only to each translator's process
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # used only for the translators' processes
     options = parser.parse_args()
     if options.model:
         (name,) = options.translators

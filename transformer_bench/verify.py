@@ -71,8 +71,8 @@ class ForwardVerifier:
 class TrainVerifier:
     """Compare losses with the losses of the reference's float64 trainer.
 
-    This trainer runs a step when its loss is needed. With dropout, each implementation drops different elements, so
-    losses may differ from the reference by a few percent.
+    This trainer runs a step only when the loss of the step is needed. With dropout, each implementation drops different
+    elements, so losses may differ from the reference by a few percent.
     """
 
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:
@@ -85,7 +85,7 @@ class TrainVerifier:
         self._allowed = policy["loss_with_dropout"] if work.dropout else rounding
 
     def verify(self, result: tuple[int, float], show: Callable[[], Any]) -> str:
-        """Raise a DisagreementError if the loss of a step (counting from 1) differs from the reference."""
+        """Raise a DisagreementError if the loss of a step (counting from 1) differs from the reference's loss."""
         step, loss = result
         while len(self._losses) < step:
             batch = self.work.source_ids, self.work.target_ids, self.work.labels

@@ -48,7 +48,7 @@ class Work:
         batch: The number of sentences, B.
         source: The length of the longest source sentence in tokens, S. Shorter sentences are padded.
         target: The length of the longest target sentence in tokens, T.
-        layers: The number of encoder layers and of decoder layers; None to use the default for ``size``.
+        layers: The number of layers in each stack (encoder and decoder); None to use the default for ``size``.
         vocabulary: The size of the source and target vocabularies, V; None to use the default for ``size``.
         dtype: The dtype of parameters and computation.
         device: ``cpu`` or ``gpu``.
@@ -187,7 +187,7 @@ class Work:
 
     @property
     def details(self) -> str:
-        """The sizes of the model and other settings that the title doesn't include."""
+        """The model sizes, and other settings that are missing from the title."""
         config = self.config
         place = "" if self.device == "cpu" else f" on a {self.device}"
         return (
@@ -219,7 +219,8 @@ class TrainWork(Work):
 
     Attributes:
         dtype: The dtype of the computation. The weights are always float32.
-        dropout: The dropout rate of embeddings and residuals, the two sites at which the paper applies dropout.
+        dropout: The dropout rate for embeddings and for sublayer outputs before the residual connection. The paper
+            applies dropout only there.
         activation_checkpointing: Whether to recompute activations in the backward pass. Peers don't support this
             option.
     """
@@ -285,7 +286,7 @@ class TrainWork(Work):
 
     @property
     def details(self) -> str:
-        """The sizes of the model and other settings that the title doesn't include."""
+        """The model sizes, and other settings that are missing from the title."""
         how = f"dropout {self.dropout:g}" if self.dropout else "no dropout"
         return f"{super().details}; {how}" + (", activation checkpointing" if self.activation_checkpointing else "")
 
@@ -343,5 +344,5 @@ class DecodeWork(Work):
 
     @property
     def details(self) -> str:
-        """The sizes of the model and other settings that the title doesn't include."""
+        """The model sizes, and other settings that are missing from the title."""
         return f"{super().details}; sources of up to {self.source} tokens"

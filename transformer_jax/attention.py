@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Array, "B H L d_v"]:
-    """Return one average of the values per query, weighted by the similarity of the query to each key.
+    """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
@@ -139,7 +139,7 @@ class KeyValueCache:
         self.key = jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2)
         self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)
         self.length += key.shape[2]
-        return KeyValues(self.key, self.value)  # with zeros at the end, because shapes are static
+        return KeyValues(self.key, self.value)  # full buffers, because shapes are static; unused positions are zero
 
     def reorder(self, rows: Int[Array, " B"]) -> None:
         """Replace row i of the buffers with row ``rows[i]``.

@@ -98,7 +98,7 @@ class Structure:
         """Return a model in inference mode with the given arrays, which may be traced."""
         model = nnx.merge(self.graph, self.state, copy=True)
         put_parameters(model, constrain(parameters, self.mesh, gathered=True))
-        if self.mesh is not None:  # blocks process heads one by one, but a mesh may shard them
+        if self.mesh is not None:  # attend_by_blocks loops over the heads, but a mesh may shard them
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, MultiHeadAttention) and module.attend is attend_by_blocks:
                     module.attend = scaled_dot_product_attention
@@ -120,7 +120,7 @@ def compile_once(function: Callable[..., Any], *constants: Any) -> Callable[...,
 def compile_step(
     function: Callable[..., Any], structure: Structure, settings: TrainingConfig, platform: str
 ) -> Callable[..., Any]:
-    """Compile a training step, whose results are the optimizer, the parameters, and the reported values."""
+    """Compile a training step that returns the optimizer, the parameters, and the reported values."""
     options = compiler_options()
     if settings.activation_checkpointing and platform == "cpu":
         # On a CPU, this XLA pass removes the barriers of nnx.remat before the order of operations is fixed. XLA would

@@ -30,7 +30,7 @@ class DecoderLayer(nnx.Module):
     Args:
         config: Model configuration.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        with_self_attention: False omits the self-attention and its layer norm. See
+        with_self_attention: If False, the self-attention and its layer norm are omitted. See
             ``config.skip_first_self_attention``.
         rngs: Flax random state for the initial values and dropout.
 
@@ -134,8 +134,8 @@ class DecoderCache:
                 source sequence.
 
         Raises:
-            ValueError: If a row contains a hypothesis of a different source sequence. Under ``jax.jit`` and on a GPU,
-                the rows can't be checked.
+            ValueError: If a row contains a hypothesis of a different source sequence. Rows are not checked under
+                ``jax.jit`` or on a GPU.
         """
         rows = to_rows(rows, len(self.self_mask), len(self.cross_mask))
         self.self_mask = self.self_mask[rows]
@@ -162,7 +162,7 @@ class DecoderStack(nnx.Module):
             for i in range(config.num_decoder_layers)
         )
         self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def __call__(
         self,
@@ -200,7 +200,7 @@ class DecoderStack(nnx.Module):
         positions: Float[Array, "capacity d_model"],
         beam_size: int = 1,
     ) -> DecoderCache:
-        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+        """Return a cache with empty buffers for the target positions, and the keys and values of the encoder memory.
 
         Args:
             memory: Encoder memory: one vector per source position.

@@ -84,7 +84,7 @@ class EncoderStack(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(EncoderLayer(config, dtype, rngs=rngs) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def __call__(
         self,

@@ -98,7 +98,7 @@ def attend_by_blocks(
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """Compute attention for one block of queries of one head at a time. The backward pass recomputes the scores."""
+    """Compute attention for one head and one block of queries at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = query.shape
     blocks = -(-length // QUERY_BLOCK)
     padding = (0, 0), (0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0)
@@ -131,7 +131,7 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, computing the maximum of each block takes 90% less time than ``top_k`` on all values. The largest values
-    are in the blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
+    are in the blocks with the largest maxima. If multiple blocks have the same maximum, the earlier blocks are used.
     """
     rows, size = values.shape
     values = jnp.where(jnp.isnan(values), inf, values)  # rank NaN first, so that the search raises an error

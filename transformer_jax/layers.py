@@ -48,7 +48,7 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: n
     Args:
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
-        bias: True adds a bias.
+        bias: Whether to add a bias.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values.
     """
@@ -63,7 +63,7 @@ class LayerNorm(nnx.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the type of divisor.
+        config: Model configuration, which defines the size, the epsilon, and the formula for the divisor.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state, which the base class requires.
     """

@@ -115,7 +115,7 @@ def divide(trainer: Any, batch: Sequence[Array], micro_batches: int) -> Sequence
     for ids in batch:
         parts = spread(np.asarray(ids), micro_batches, trainer.plan.shards, trainer.model.config.pad_id)
         parts = parts.reshape(*[micro_batches] * (micro_batches > 1), -1, ids.shape[1])
-        # Every process has the full batch and passes the rows of its devices.
+        # Every process has the full batch, but creates shards only for its own devices.
         divided.append(jax.make_array_from_callback(parts.shape, sharding, parts.__getitem__))
     return tuple(divided)
 
@@ -163,7 +163,7 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
     Args:
         arrays: Arrays, keyed by canonical name.
         mesh: Mesh. If None, the arrays are returned unchanged.
-        gathered: True gathers the axis that ``fsdp`` divides.
+        gathered: If True, the axis that ``fsdp`` divides is gathered.
     """
     if mesh is None:
         return arrays
@@ -229,5 +229,5 @@ def _numbers(mesh):
 
 
 def _bounded(index, shape):
-    """Return an index of slices with explicit start and stop."""
+    """Return an index in which every slice has an explicit start and stop."""
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))

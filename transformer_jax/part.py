@@ -45,8 +45,8 @@ class Part(nnx.Module):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Attributes:
@@ -106,7 +106,7 @@ class Part(nnx.Module):
                 arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). If None, the
                 setting of the process is used.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
             rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. If None, Flax raises an error when the
                 model is called in train mode. A ``Trainer`` uses its own seed instead.
@@ -155,7 +155,7 @@ class Part(nnx.Module):
                 arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). If None, the
                 setting of the process is used.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
             rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. If None, Flax raises an error when the
                 model is called in train mode. A ``Trainer`` uses its own seed instead.
@@ -170,7 +170,7 @@ class Part(nnx.Module):
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
+        """Return copies of all parameters, keyed by canonical name. The copies have the model's dtype.
 
         If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 
@@ -190,7 +190,7 @@ class Part(nnx.Module):
         return None if others else first
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute the mask."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:

@@ -35,8 +35,9 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows fewer
-            mantissa bits (TF32 on a GPU), which is faster. Most CPUs compute in full float32 either way.
+        precision: With ``highest``, matmuls are computed in full float32, so that results agree across frameworks. With
+            ``fast``, matmuls may use fewer mantissa bits (TF32 on a GPU), which is faster. Most CPUs compute in full
+            float32 either way.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -131,8 +132,8 @@ def as_array(name: str, value: Any) -> Any:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Array, "B L"]:
     """Check the token IDs that a caller passed, and return them as an array.
 
-    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, XLA clamps an
-    ID outside the vocabulary to the last row, and JAX counts negative IDs from the end.
+    Values are checked only if they can be read without delay: on a CPU and outside of traced code. Otherwise, XLA
+    clamps an ID outside the vocabulary to the last row, and JAX counts negative IDs from the end.
     """
     ids = as_array(name, ids)
     values = _values(ids) if isinstance(ids, Array) else ids
@@ -158,7 +159,7 @@ def to_rows(rows: Any, hypotheses: int, sequences: int) -> Int[Array, " R"]:
     """Check the rows that replace the hypotheses in a cache, and return them as an array.
 
     A cache stores the encoder memory once per sequence, so each row must contain a hypothesis of the same sequence. The
-    number of hypotheses per sequence may change. Values are checked only if reading them costs nothing.
+    number of hypotheses per sequence may change. Values are checked only if they can be read without delay.
     """
     rows = as_array("rows", rows)
     values = _values(rows) if isinstance(rows, Array) else rows
@@ -218,7 +219,8 @@ def describe() -> dict[str, str]:
 @cache
 def _quick_options():
     options = {"xla_backend_optimization_level": 0}
-    # Some releases of XLA lack these internal options. A split count of 1 compiles the program in one piece.
+    # Some releases of XLA lack these internal options. With a split count of 1, XLA doesn't split the program to
+    # compile its parts in parallel.
     for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
         with suppress(ValueError, RuntimeError):
             jax.jit(lambda x: x, compiler_options={name: value})(0.0)
@@ -227,7 +229,7 @@ def _quick_options():
 
 
 def _values(ids: Array) -> np.ndarray | None:
-    """Return the values of the IDs if reading them costs nothing (on a CPU, outside of traced code), else None."""
+    """Return the values of the IDs if they can be read without delay (on a CPU, outside of traced code), else None."""
     if isinstance(ids, jax.core.Tracer) or any(device.platform != "cpu" for device in ids.devices()):
         return None
     return np.asarray(ids) if ids.is_fully_addressable else None

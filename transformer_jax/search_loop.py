@@ -26,7 +26,7 @@ def run_search(
     as_numpy: bool,
 ) -> SearchResult:
     """Run a search and return its result. ``kind`` is the class of the search state."""
-    leaves, structure = jax.tree.flatten(model)  # compiled code is cached by structure
+    leaves, structure = jax.tree.flatten(model)  # JAX caches the compiled code per structure
     if any(isinstance(x, jax.core.Tracer) for x in (source_ids, source_mask, *leaves)):
         raise TypeError(
             "a search cannot run inside jax.jit or a similar transformation, because it compiles its own loop; call "
@@ -54,7 +54,7 @@ def run_search(
 
 @compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))
 def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, pool_size):
-    """Encode the source, and return the state before the first step and the cache."""
+    """Encode the source. Return the state before the first step, and the cache."""
     model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
     cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
     return kind.start(plan), cache
@@ -85,7 +85,7 @@ def _build(structure, leaves):
 
 
 def _take_source(config, ids, mask):
-    """Check and return the source as NumPy arrays, because JAX would compile each operation for every shape."""
+    """Check the source and return it as NumPy arrays. With JAX arrays, each check would be compiled for every shape."""
     ids = to_array("source_ids", ids)
     check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
     mask = ids != config.pad_id if mask is None else to_array("source_mask", mask)

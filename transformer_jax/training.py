@@ -65,8 +65,8 @@ def cross_entropy(
 
     Raises:
         TypeError: If the labels are not integers.
-        ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` and on a GPU,
-            where values can't be checked, the loss of a label outside the vocabulary is NaN instead.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` or on a GPU, a
+            label outside the vocabulary doesn't raise an error, but its loss is NaN.
     """
     logits, labels = as_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
@@ -90,7 +90,7 @@ def cross_entropy(
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-    """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
+    """Return the loss per target token of a batch, and its gradients with respect to all parameters and taps.
 
     Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Taps that the model
     doesn't call, for example because you replaced a layer, have no gradient.
@@ -103,9 +103,9 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
-        ValueError: If the IDs have the wrong shape or are outside the vocabulary, a trainable parameter has no
-            canonical name, two canonical names refer to the same parameter, or the model is an ensemble or has no
-            values.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, if a trainable parameter has no
+            canonical name, if two names refer to the same parameter, or if the model is an ensemble or contains only
+            shapes.
     """
     check_model(model)
     check_layers(model)
@@ -144,9 +144,9 @@ class Trainer:
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
         ValueError: If the parameters are neither all in float32 nor all in float64, if mixed precision is combined with
-            float64, if the mesh can't divide the model, if a parameter or another variable has no canonical name, if
-            two canonical names refer to the same parameter, if the model is an ensemble or has no values, or if another
-            value is invalid.
+            float64, or if the mesh can't divide the model. This error is also raised if a parameter or another variable
+            has no canonical name, if two names refer to the same parameter, if the model is an ensemble or contains
+            only shapes, or if another value is invalid.
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 
@@ -204,7 +204,7 @@ class Trainer:
         settings, config = self.settings, self.model.config
         parameters = parameters_of(self.model)
         batch, random_bits = self._take(parameters, source_ids, target_ids, labels)
-        # Compute the numbers of this step in Python, so that they are exact even if float64 is off in JAX.
+        # Compute the learning rate and the corrections in Python, so that they are exact even if float64 is off in JAX.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
@@ -222,7 +222,7 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
+        """Return the loss per target token of a batch, and the gradient that ``train_step`` computes before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -283,7 +283,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow the model's dtype.
             RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
         """
         check_float64(self.model.source_embedding.embedding.dtype.name)
@@ -299,10 +299,10 @@ class Trainer:
         self.step, self.seed = int(state.step), int(state.seed)
 
     def _take(self, parameters, source_ids, target_ids, labels):
-        """Check a batch, divide it over the devices, and return it with the random bits for the dropout masks."""
+        """Check a batch, divide it among the devices, and return it with the random bits for the dropout masks."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
-        # The model may have been cast.
+        # The model may have been cast to a different dtype.
         check_trainable(one_dtype(parameters), self.settings.mixed_bfloat16, MIXED_BFLOAT16)
         check_accumulation(micro_batches, len(batch[0]))
         return divide(self, batch, micro_batches), np.random.SeedSequence(
@@ -335,7 +335,7 @@ def _evaluate(structure, parameters, batch):
 
 
 def _gradients(structure, parameters, batch):
-    """Return the loss per target token and its gradients at parameters and taps. Zeros are added at each tap."""
+    """Return the loss per target token, and its gradients with respect to parameters and to zeros added at the taps."""
     fired = set()  # names of the taps that the model calls
 
     def loss(parameters, zeros):

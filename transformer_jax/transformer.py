@@ -30,8 +30,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -87,8 +87,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -207,7 +207,7 @@ class Decoder(Part):
                 replaces the intermediate value.
 
         Returns:
-            The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
+            The logits, [R, V] or [R, L, V], and the updated cache, which you pass to the next step.
 
         Raises:
             TypeError: If the IDs are not integers.
@@ -238,8 +238,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:

@@ -73,17 +73,18 @@ def parameter_of(model: Model, name: str) -> nnx.Param:
 
 
 def check_layers(model: Model, *, adapters: bool = False) -> None:
-    """Check that each layer computes only with parameters that have a canonical name.
+    """Check that each layer uses only parameters that have a canonical name.
 
     Args:
         model: Model to check.
-        adapters: True allows layers to be instances of ``nnx.LoRALinear`` instead of linear layers. It also allows two
-            canonical names to refer to the same parameter.
+        adapters: If True, layers may be instances of ``nnx.LoRALinear`` instead of linear layers, and two canonical
+            names may refer to the same parameter.
 
     Raises:
-        ValueError: If a layer may compute with other parameters, if a parameter or another variable of the forward pass
-            has no canonical name, if two canonical names refer to the same parameter, if the output projection is tied
-            but doesn't use the embedding matrix, or if the model contains only shapes.
+        ValueError: If a layer belongs to a class that may use additional parameters, if a parameter or another variable
+            of the forward pass has no canonical name, or if two canonical names refer to the same parameter. This error
+            is also raised if the output projection is tied but doesn't use the embedding matrix, or if the model
+            contains only shapes.
     """
     adapted: set[int] = set()  # parameters of adapters
     first_names: dict[int, str] = {}
@@ -121,7 +122,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
 
 
 def check_loaded(model: Model) -> None:
-    """Raise a ValueError if a model that was loaded without initializing it has variables without values."""
+    """Raise a ValueError if a variable of a loaded model still has only a shape, and no values."""
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):  # faster than iter_graph
         return
     values = ((path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable | jax.ShapeDtypeStruct))
@@ -157,7 +158,7 @@ def _layers(model):
 
 
 def _check_adapter(path, layer, allowed):
-    """Return whether a layer is an adapter. Raise a ValueError if it is not allowed, or if it can't be merged."""
+    """Return whether a layer is an adapter. Raise a ValueError if the adapter is not allowed or can't be merged."""
     if type(layer).__call__ is not nnx.LoRALinear.__call__:
         return False
     if not allowed:
@@ -186,7 +187,7 @@ def _check_tie(model):
 
 
 def _check_replaceable(model, parameters, weights):
-    """Raise a ValueError if the model would compute with different weights after the given weights are set."""
+    """Check that the model will use exactly the given weights after they are set. Otherwise, raise a ValueError."""
     for path, layer in _layers(model):
         _check_adapter(path, layer, allowed=False)
     if isinstance(getattr(model, "output_proj", None), TiedProjection):

@@ -40,7 +40,7 @@ class Checkpoint:
         weights: Weights, keyed by canonical name.
         state: Step number, seed, and the optimizer's moments.
         progress: Values that the training loop needs to resume, such as the position in the data. These values must
-            survive a JSON round trip.
+            not change when they are converted to JSON and back.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
     """
 
@@ -48,7 +48,7 @@ class Checkpoint:
     settings: TrainingConfig
     weights: dict[str, ndarray]  # by canonical name
     state: TrainingState
-    progress: dict[str, Any]  # must survive a JSON round trip
+    progress: dict[str, Any]  # must not change when it is converted to JSON and back
     vocabulary: bytes | VocabularyFiles | None = None  # sentencepiece model, or files of another type
 
 
@@ -64,7 +64,8 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or a value has the wrong type.
-        ValueError: If weights or moments don't match the config, or the progress doesn't survive a JSON round trip.
+        ValueError: If weights or moments don't match the config, or if the progress changes when it is converted to
+            JSON and back.
         OSError: If the file can't be written.
     """
     check_type("checkpoint", checkpoint, Checkpoint)
@@ -100,7 +101,7 @@ def describe_run(
 
     Raises:
         TypeError: If the progress is not a dict.
-        ValueError: If the progress doesn't survive a JSON round trip.
+        ValueError: If the progress changes when it is converted to JSON and back.
     """
     _check_progress(progress)
     training = {
@@ -134,9 +135,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Return the config and the average weights of several files (Vaswani et al., 2017, section 6.1).
+    """Average the weights of several files, and return the config and the averages.
 
-    The average is computed in float64 and rounded to the dtype in which the weights are stored.
+    Section 6.1 of Vaswani et al. (2017) describes this method. The average is computed in float64 and rounded to the
+    dtype in which the weights are stored.
 
     Args:
         paths: Weight files or checkpoints of the same model.
@@ -172,7 +174,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
 
 
 def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], TrainingConfig]:
-    """Return the metadata and the settings of the training run in an open file.
+    """Return the metadata and the settings of a training run, given the description of an open file.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -191,7 +193,7 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
 
 
 def _check_progress(progress: Any) -> None:
-    """Raise an error unless the progress is a dict that survives a JSON round trip."""
+    """Raise an error unless the progress is a dict that doesn't change when it is converted to JSON and back."""
     if not isinstance(progress, dict):
         raise TypeError(f"progress must be a dict: got {type(progress).__name__}")
     check_plain("progress", progress)

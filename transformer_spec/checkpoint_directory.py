@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Canonical names of the weights, and names of the moments with their prefixes."""
+        """Names of all tensors. A weight has its canonical name, and a moment has its canonical name with a prefix."""
         return [prefix + name for prefix in PREFIXES for name in parameter_shapes(self.config)]
 
     def joined(self, tensors: Mapping[str, ndarray]) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Input checks on plain integers, strings, and arrays, so that every package raises the same errors.
+"""Input checks on plain integers, strings, and arrays. All packages use them, and therefore raise the same errors.
 
 The checks don't depend on a framework: the caller passes shapes as tuples, and dtypes as NumPy names. Each error
 message states the requirement and the value that was passed.
@@ -62,7 +62,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
     Args:
         name: Name of the value in the error message.
         value: Value to check.
-        needed: Description of the allowed values in the error message.
+        needed: Description of the allowed values, which is included in the error message.
         holds: Function that returns True for allowed values.
 
     Raises:
@@ -82,11 +82,11 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
 
 def random_stream(seed: int, *indices: int) -> list[int]:
-    """Return the integers that seed one stream of random numbers, such as a sample or the dropout of a step.
+    """Return the integers that seed one stream of random numbers, such as the stream for a sample or a step's dropout.
 
-    NumPy divides large integers into words of 32 bits and ignores trailing zeros. If a large seed were returned as one
+    NumPy splits large integers into 32-bit words and ignores trailing zero words. If a large seed were returned as one
     integer, seed 2**32 would become the words [0, 1], the same as seed 0 with index 1. Therefore, the upper bits of a
-    large seed follow the indices, as a separate integer.
+    large seed are returned as a separate integer after the indices.
     """
     if seed < 2**32:
         return [seed, *indices]
@@ -157,9 +157,9 @@ def check_ids(
 
     Raises:
         TypeError: If the IDs are not integers.
-        ValueError: If the IDs have the wrong rank, are empty or too long, or an ID is outside the vocabulary.
+        ValueError: If the IDs have the wrong rank, are empty or too long, or contain an ID outside the vocabulary.
     """
-    if 0 in shape:  # first, because NumPy converts an empty list to floats
+    if 0 in shape:  # this check comes first, because NumPy converts an empty list to floats
         raise ValueError(f"{name} must contain at least one token: got shape {tuple(shape)}")
     if not dtype.startswith(("int", "uint")):
         raise TypeError(f"{name} must be integers: got {dtype}")
@@ -248,7 +248,7 @@ def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
-    """Raise a ValueError unless the caller passes a memory and at least one of source IDs and a source mask.
+    """Raise a ValueError if the memory is missing, or if both the source IDs and the source mask are missing.
 
     The source IDs or the mask specify the padding of the memory.
     """

@@ -35,8 +35,8 @@ SWITCHES = (
     "embedding_norm",
     "skip_first_self_attention",
 )
-FARTHEST = 1_000_000  # largest position_offset; the sines of much larger numbers can't distinguish positions
-DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # sizes that may differ in the decoder
+FARTHEST = 1_000_000  # largest position_offset; rounding makes adjacent positions equal at much larger offsets
+DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # sizes that can have a separate value in the decoder
 
 
 def check_sinusoids(d_model: int, layout: str, timescale: str) -> None:
@@ -109,10 +109,10 @@ class TransformerConfig:
         tie_embeddings: Weight sharing between embeddings and the output projection. ``none`` uses three separate
             matrices, ``target_output`` uses one matrix for the target embedding and the output projection, and ``all``
             uses one matrix for all three.
-        attention_bias: True adds biases to the four projections of each attention layer.
-        feed_forward_bias: True adds biases to the two projections of each feed-forward network.
-        output_bias: True adds a bias to the logits.
-        activation: Activation function of the feed-forward networks: ``relu``, ``gelu``, ``gelu_tanh`` or ``swish``.
+        attention_bias: Whether to add biases to the four projections of each attention layer.
+        feed_forward_bias: Whether to add biases to the two projections of each feed-forward network.
+        output_bias: Whether to add a bias to the logits.
+        activation: Activation function of the feed-forward networks: ``relu``, ``gelu``, ``gelu_tanh``, or ``swish``.
         dropout: Dropout rates, as ``DropoutRates`` or a dict of its fields.
         pad_id: ID of the padding token, which attention and the loss ignore.
         bos_id: ID of the token with which the decoder starts.
@@ -127,7 +127,7 @@ class TransformerConfig:
         decoder_d_v: Size of values per head in the decoder. If None, the size is d_model / decoder_num_heads if
             ``decoder_num_heads`` is set, and ``d_v`` otherwise.
         decoder_d_ff: Inner size of the decoder's feed-forward networks. If None, ``d_ff`` is used.
-        skip_first_self_attention: True omits the self-attention of the first decoder layer.
+        skip_first_self_attention: Whether to omit the self-attention of the first decoder layer.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -157,7 +157,7 @@ class TransformerConfig:
     scale_embedding: bool = True  # multiply by sqrt(d_model), section 3.4
     tie_embeddings: str = "all"  # section 3.4: both embeddings and the output projection share one matrix
 
-    attention_bias: bool = False  # section 3.2.2 uses no biases
+    attention_bias: bool = False  # the projections in section 3.2.2 have no biases
     feed_forward_bias: bool = True  # equation (2)
     output_bias: bool = False
     activation: str = "relu"
@@ -171,8 +171,8 @@ class TransformerConfig:
 
     embedding_norm: bool = False  # additional layer norm on the sum of embedding and positional encoding (BART)
     decoder_num_heads: int | None = None  # if None, num_heads is used
-    decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads (d_k without decoder_num_heads)
-    decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads (d_v without decoder_num_heads)
+    decoder_d_k: int | None = None  # if None, d_model / decoder_num_heads, or d_k if decoder_num_heads is also None
+    decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads, or d_v if decoder_num_heads is also None
     decoder_d_ff: int | None = None  # if None, d_ff is used
     skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
 

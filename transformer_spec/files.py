@@ -40,7 +40,7 @@ FIRST_MOMENT = "first_moment."  # prefix of the parameter name
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
-MOST_NOTES = 2**20  # maximum size of the JSON of one note in bytes
+MOST_NOTES = 2**20  # maximum size in bytes of one note, encoded as JSON
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, keyed by the dtype in the file; 8 for other dtypes
 POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
 MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
@@ -68,7 +68,7 @@ def save_weights(
     notes: Mapping[str, Mapping[str, Any]] | None = None,
     part: str | None = None,
 ) -> None:
-    """Write config and weights to a file atomically: if an error occurs, an existing file remains intact.
+    """Write the config and the weights to a file atomically: if an error occurs, an existing file remains intact.
 
     Args:
         path: File to create or replace.
@@ -76,17 +76,17 @@ def save_weights(
         weights: One array per canonical parameter name.
         dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16, as a name or a NumPy
             dtype. If None, each array keeps its dtype.
-        vocabulary: A sentencepiece model, or the files of another type of vocabulary. A file with a vocabulary contains
-            everything that is required to translate text. If None, no vocabulary is stored.
+        vocabulary: A sentencepiece model, or the files of another type of vocabulary. With a vocabulary, the file
+            contains everything that is required to translate text. If None, no vocabulary is stored.
         notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. If None, no
             notes are added.
-        part: ``encoder`` or ``decoder`` writes only the weights of this part. If None, all weights are written.
+        part: If ``encoder`` or ``decoder``, write only the weights of this part. If None, write all weights.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, the vocabulary is not bytes, or a note is not a
             dict.
-        ValueError: If the weights don't match the config or overflow the dtype, or a note has an unknown name, is too
-            long, or doesn't survive a JSON round trip.
+        ValueError: If the weights don't match the config or overflow the dtype, or if a note has an unknown name, is
+            too long, or changes when it is converted to JSON and back.
         OSError: If the file can't be written.
     """
     check_weights(config, weights, part=part)
@@ -99,7 +99,7 @@ def save_weights(
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Read config and weights from a weight file or checkpoint. Each array keeps the dtype in which it is stored.
+    """Read the config and the weights from a weight file or a checkpoint. Each array keeps its stored dtype.
 
     Args:
         path: File written by ``save_weights`` or ``save_checkpoint``.
@@ -129,7 +129,7 @@ def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
 
 
 def load_notes(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the ``search`` and ``origin`` notes of a weight file. Omit notes that the file doesn't contain.
+    """Return the ``search`` and ``origin`` notes of a weight file. If a note is missing, the dict has no such key.
 
     Args:
         path: File written by ``save_weights`` or ``save_checkpoint``.
@@ -180,7 +180,7 @@ def check_fetched(path: Path) -> None:
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is a pointer.
+        ValueError: If the file is a git-lfs pointer.
     """
     if path.is_file() and path.stat().st_size < MOST_POINTER and path.read_bytes().startswith(POINTER):
         raise ValueError(f"{path.name} is a git-lfs pointer, not the file; fetch the file with `git lfs pull`")
@@ -216,7 +216,7 @@ def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str,
 
 
 def _checked_note(name: str, note: Any) -> dict[str, Any]:
-    """Return a note after a JSON round trip, or raise an error if the note is invalid."""
+    """Return a note after converting it to JSON and back. Raise an error if the note is invalid."""
     check_choice("note", name, NOTES)
     if not isinstance(note, Mapping):
         raise TypeError(f"{name} must be a dict: got {type(note).__name__}")
@@ -228,14 +228,14 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and non-string keys don't survive it.
+    """Check that JSON can store values without changing them, unlike tuples, NaN, NumPy numbers, and non-string keys.
 
     Args:
         name: Name of the dict in the error message.
         values: Dict to check.
 
     Raises:
-        ValueError: If a value doesn't survive the round trip. The message contains the key of this value.
+        ValueError: If a value would change. The message contains the key of this value.
     """
     for key, value in values.items():
         try:
@@ -249,12 +249,12 @@ def check_plain(name: str, values: Mapping[Any, Any]) -> None:
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON list that contains the name and the contents of a note, with sorted keys."""
+    """Return the SHA-256 of the JSON list ``[name, note]``, in which the keys of the note are sorted."""
     return hashlib.sha256(json.dumps([name, note], sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a JSON list of a tensor's name, dtype, and shape, followed by its bytes in C order."""
+    """Return the SHA-256 of a tensor: a JSON list of its name, dtype, and shape, then the tensor's bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """Names and shapes of all parameters and taps.
 
-The name of a parameter is its attribute path in the models of all packages. A ``kernel`` has shape [in, out]. In the
-kernels of the query, key, and value projections, each head occupies a contiguous range of the last axis.
+The name of each parameter is its attribute path, which is the same in the models of all packages. A ``kernel`` has
+shape [in, out]. In the kernels of the query, key, and value projections, each head occupies a contiguous range of the
+last axis.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-# Prefixes of the parameter names of each part.
+# For each part, the prefixes of its parameters' names.
 PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -52,8 +53,8 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
 
     Args:
         config: Model configuration.
-        part: ``encoder`` or ``decoder`` returns only the parameters of this part, including a shared embedding matrix.
-            If None, all parameters are returned.
+        part: If ``encoder`` or ``decoder``, return only the parameters of this part, including a shared embedding
+            matrix. If None, return all parameters.
 
     Raises:
         TypeError: If ``config`` is not a ``TransformerConfig``.
@@ -115,8 +116,8 @@ def check_weights(
         config: Model configuration.
         weights: Arrays, keyed by canonical name.
         what: Name of the weights in the error message.
-        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. If None,
-            all parameters are checked.
+        part: If ``encoder`` or ``decoder``, check only the parameters of this part, and ignore the other part. If
+            None, check all parameters.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
@@ -170,7 +171,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
     for name, array in state.second_moment.items():
         if (np.asarray(array) < 0).any():
             raise ValueError(f"the second moment of {name} must not be negative: got {np.min(array)}")
-    if dtype is not None:  # a trainer checks this before it changes its state
+    if dtype is not None:  # trainers run this check before they change their state
         for moments in (state.first_moment, state.second_moment):
             for name, array in moments.items():
                 rounded(name, array, dtype)
@@ -180,7 +181,7 @@ def check_float_dtype(dtype: DTypeLike) -> str:
     """Return the name of a dtype in which weights can be stored, such as float16.
 
     Raises:
-        ValueError: If the dtype is none of ``FLOAT_DTYPES``.
+        ValueError: If the dtype is not in ``FLOAT_DTYPES``.
     """
     name: Any = dtype
     with suppress(TypeError):  # not a dtype of NumPy

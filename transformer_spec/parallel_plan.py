@@ -41,15 +41,15 @@ TENSOR_AXES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of devices along each axis of a mesh that trains one model. Frozen; the constructor validates all fields.
+    """Number of devices along each axis of the mesh for training a model. Frozen; the constructor validates all fields.
 
     Attributes:
         data: Number of copies of the model. Each copy processes different rows of the batch (Goyal et al., 2017).
         fsdp: Number of shards into which each parameter and its moments are divided. The devices gather a parameter
             when they need it. Devices with different shards also process different rows of the batch (Rajbhandari et
             al., 2020).
-        tensor: Number of parts into which the attention heads and the feed-forward networks are divided. All parts
-            process the same rows (Shoeybi et al., 2019).
+        tensor: Number of parts into which the attention heads and the feed-forward networks are divided. Devices with
+            different parts process the same rows (Shoeybi et al., 2019).
 
     Raises:
         TypeError: If a size is not an integer.
@@ -124,7 +124,7 @@ class Plan:
             raise ValueError(f"plan {self} requires exactly {self.devices} devices: got {devices}; {how}")
 
     def check(self, config: TransformerConfig) -> None:
-        """Check that the plan can divide a model.
+        """Check that a model can be divided as the plan specifies.
 
         Args:
             config: Model configuration.

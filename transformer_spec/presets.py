@@ -95,7 +95,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector. This
     # preset represents the vector as a BOS token with a zero embedding.
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
-    # The `transformer` architecture of fairseq. Positions start after the padding ID. Decoding starts with EOS.
+    # The `transformer` architecture of fairseq. The first position has the index pad_id + 1. Decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
     # The following presets match Hugging Face's classes of the same names, as configured in published checkpoints.
     # BART (Lewis et al., 2020) adds a layer norm after the embeddings. Its first two positional embeddings are unused.

@@ -73,7 +73,7 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return a result with the same shapes. Its arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
+        """Cut ``nbest_ids`` and ``nbest_scores`` to the shapes of this result's arrays, and return them as a result."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
@@ -86,7 +86,7 @@ class SearchPlan(NamedTuple):
     start_id: int  # first token that the decoder reads
     min_length: int  # minimum number of tokens in a hypothesis, including EOS
     limits: Any  # [B], maximum number of tokens, including EOS; a NumPy array, or a framework array after ``to``
-    penalties: Any  # [n], length penalty for each number of tokens; the type of array is the same as in ``limits``
+    penalties: Any  # [n], length penalty for each number of tokens; the same type of array as ``limits``
     beam_size: int  # number of unfinished hypotheses per sequence
     num_hypotheses: int  # number of finished hypotheses to return per sequence
     pool_size: int  # number of finished hypotheses to store per sequence
@@ -95,7 +95,7 @@ class SearchPlan(NamedTuple):
     uniforms: Any = ()  # [B, K, capacity], random numbers in [0, 1), one per token of each sample; () without sampling
     temperature: float = 1.0  # divisor of the log-probabilities in sampling
     top_k: int = LONGEST  # number of most likely tokens to sample from
-    top_p: float = math.inf  # minimum total probability of the most likely tokens to sample from
+    top_p: float = math.inf  # sample from the smallest set of most likely tokens with at least this probability
 
     @property
     def capacity(self) -> int:
@@ -132,8 +132,8 @@ LARGEST = {  # maximum values of these fields in a search that is read from a fi
 class Search:
     """Settings for a search: the arguments of ``beam_search``, ``greedy_search``, or ``sample``. Frozen.
 
-    If ``seed`` is set, the search samples. Otherwise, it is a beam search if ``beam_size`` is set, else a greedy
-    search.
+    If ``seed`` is set, the search samples. If only ``beam_size`` is set, the search is a beam search. If neither is
+    set, the search is greedy.
 
     Attributes:
         beam_size: Number of unfinished hypotheses to keep per sequence. If None, the search isn't a beam search.
@@ -147,8 +147,8 @@ class Search:
         prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. If None, no prefix is used.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
         top_k: Number of most likely tokens to sample from. If None, all tokens are used.
-        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. If None,
-            all tokens are used.
+        top_p: Sample only from the smallest set of most likely tokens whose total probability is at least ``top_p``.
+            ``top_k`` is applied first. If None, all tokens are used.
         seed: Seed of the random numbers. If None, the search doesn't sample.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Padding of search inputs to a few sizes, for frameworks that compile a program for each size."""
+"""Pad search inputs to one of a few sizes, for frameworks that compile a program for each size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
-    """Return the source IDs, the source mask, and the plan, padded at the end to one of a few sizes.
+    """Pad the source IDs, the source mask, and the plan at the end to one of a few sizes, and return them.
 
     The batch size is rounded up to a power of two by adding sequences with a maximum length
     of 0. The lengths are rounded up by ``round_up`` and then limited to ``max_positions``.

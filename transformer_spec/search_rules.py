@@ -29,20 +29,21 @@ class SearchRules:
 
     Attributes:
         stop: Condition that ends the beam search for a sequence. The search also ends if all hypotheses are finished.
-            ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
+            ``attainable``: no unfinished hypothesis can enter the pool, even if its further tokens have probability 1.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
-        pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses``. ``beam``: the best
-            ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
-        at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the best token. ``forced``: EOS,
-            as if it had probability 1 (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS, with the probability
-            that the model predicts (fairseq).
-        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). If N places
-            remain, each step keeps the N best hypotheses. All other hypotheses are dropped, even if they end with EOS.
+        pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses`` hypotheses. ``beam``: the
+            best ``beam_size`` hypotheses (Hugging Face). ``first``: the first ``beam_size`` hypotheses (fairseq).
+        at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the token that the search
+            selects, as for all earlier tokens. ``forced``: EOS, as if it had probability 1 (Hugging Face,
+            ``forced_eos_token_id``). ``scored``: EOS, with the probability that the model predicts (fairseq).
+        beam_shrinks: True if each finished hypothesis permanently reduces the beam size by 1 (Marian). If the beam size
+            is reduced to N, each step keeps the N best hypotheses. All other hypotheses are dropped, even if they end
+            with EOS.
         forced_ids: First tokens of every hypothesis, such as a token that selects the target language.
-        score_forced: True scores forced tokens with their log-probability (fairseq), False with 0 (Hugging Face).
+        score_forced: Score of forced tokens. True: their log-probability (fairseq). False: 0 (Hugging Face).
         banned_ids: Tokens that are never generated, in addition to padding.
-        renormalize: True rescales the probabilities of the allowed tokens to a sum of 1.
+        renormalize: Whether to rescale the probabilities of the allowed tokens to a sum of 1.
         no_repeat_ngram_size: Size of the n-grams that a hypothesis must not repeat. N-grams can contain the start
             token. 0 allows repetitions.
         max_length_factor: Factor that determines the maximum length of a search without ``max_length``: the source
@@ -166,7 +167,7 @@ SEARCH_PRESETS: dict[str, dict[str, Any]] = {
         **{"stop": "first", "pool": "first", "at_limit": "scored", "score_forced": True},
         **{"max_length_factor": 0.0, "max_length_extra": 201},
     },
-    # Each finished hypothesis occupies one of the ``beam_size`` places, so at most ``beam_size`` hypotheses finish.
+    # Each finished hypothesis reduces the beam size by 1, so at most ``beam_size`` hypotheses finish.
     "marian": {
         **{"stop": "first", "pool": "beam", "beam_shrinks": True, "score_forced": True},
         **{"max_length_factor": 3.0, "max_length_extra": 0},

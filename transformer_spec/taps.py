@@ -30,7 +30,7 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def checked(tap: Tap) -> Tap:
-    """Wrap a tap to raise a TypeError unless the tap returns an array with as many axes as the array it receives."""
+    """Wrap a tap so that it raises a TypeError unless it returns an array with as many axes as it receives."""
     if tap is no_tap:
         return no_tap
     if not callable(tap):
@@ -84,7 +84,7 @@ class Recorder(dict[str, Any]):
         patterns: Patterns that match the names of the values to store. ``*`` matches one part of a name, and ``**``
             matches any number of parts. Without patterns, all values are stored.
         replace: Values that replace the computed values, keyed by name. If None, no values are replaced.
-        keep_computed: True stores the computed values instead of their replacements.
+        keep_computed: Whether to store the computed values instead of their replacements.
     """
 
     def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None, keep_computed: bool = False) -> None:

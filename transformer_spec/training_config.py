@@ -162,8 +162,8 @@ class Gradients:
 
     Attributes:
         loss: Label-smoothed cross-entropy per target token, in nats.
-        parameters: Gradient at each parameter, keyed by canonical name.
-        taps: Gradient at each tap, keyed by name, in the order in which the taps fire.
+        parameters: Gradient with respect to each parameter, keyed by canonical name.
+        taps: Gradient with respect to the value at each tap, keyed by name, in the order in which the taps fire.
         frozen: Names of the frozen parameters, which have no gradient.
     """
 

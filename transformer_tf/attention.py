@@ -30,7 +30,7 @@ def scaled_dot_product_attention(
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return one average of the values per query, weighted by the similarity of the query to each key.
+    """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
@@ -59,8 +59,8 @@ def scaled_dot_product_attention(
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
-    # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32, even in a float64 model. If a row has no allowed
-    # key, it averages over the forbidden keys.
+    # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32, even in a float64 model. If a query has no
+    # allowed key, this Keras function averages over the forbidden keys.
     d_k = query.shape[-1]
     scores = tap("scores", tf.matmul(query, key, transpose_b=True) / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
@@ -151,7 +151,7 @@ class KeyValueCache(Nested):
         self.key = keras.ops.slice_update(self.key, start, key)
         self.value = keras.ops.slice_update(self.value, start, value)
         self.length += keras.ops.shape(key)[2]
-        return KeyValues(self.key, self.value)  # with zeros at the end, because XLA needs static shapes
+        return KeyValues(self.key, self.value)  # full buffers, because XLA needs static shapes
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
         """Replace row i of the buffers with row ``rows[i]``.
@@ -213,7 +213,7 @@ class MultiHeadAttention(Block):
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
         """
         mask = attention_mask_for(memory, attention_mask)
         shape = tf.shape(query)

@@ -22,7 +22,8 @@ _LOADING: ContextVar[bool] = ContextVar("loading", default=False)
 def loading() -> Iterator[keras.StatelessScope]:
     """Within this context, create parameters as zeros, because weights are loaded afterwards.
 
-    Keras creates the variables when the context ends. The yielded scope contains values that were assigned to them.
+    Keras creates the variables when the context ends. The yielded scope contains the values that were assigned to the
+    variables.
     """
     before = _LOADING.set(True)
     try:
@@ -112,7 +113,7 @@ class Configured:
 
     _signature: ClassVar[inspect.Signature]  # signature of the constructor
     _given: dict[str, Any]
-    # Arguments of the constructor, or fields of its config, keyed by the attribute that stores the current value.
+    # Names of constructor arguments or config fields, keyed by the attribute that stores the current value.
     _attributes: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -201,8 +202,8 @@ class Block(Configured, keras.layers.Layer):
         Pass the training mode and all masks as options. During the recomputation, the mode of the outer call isn't
         available, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # The recomputation must sample the same dropout masks as the call. Therefore, both use the states of the random
-        # generators before the call. With Keras' RematScope, the masks would differ.
+        # The recomputation must sample the same dropout masks as the call. Therefore, both start from the states that
+        # the random generators had before the call. With Keras' RematScope, the masks would differ.
         states = seed_states(self)
         seeds = [state.value for state in states]
         later: list[Any] = []

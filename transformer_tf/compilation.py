@@ -66,15 +66,16 @@ def call_traced(
     """Call a function of a model. The function is traced once for all sizes of tensors, and again if constants change.
 
     Args:
-        function: Function of the model, the arguments, and the constants.
-        model: Model, which is the first argument.
+        function: Function that takes the model, the arguments, and the constants.
+        model: Model, which is passed as the first argument.
         args: Tensors or numbers.
-        by_xla: True compiles the function using XLA, once per shape.
+        by_xla: If True, the function is compiled using XLA, once per shape.
         constants: Keyword arguments that are constants in the trace.
     """
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        # In a StatelessScope, a trace would store the values of the scope, or ignore them.
+        # Don't trace in a StatelessScope. A new trace would store the scope's values as constants, and an existing
+        # trace would ignore them.
         if compiles_quickly() or not model.fast or keras.src.backend.in_stateless_scope():
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
@@ -96,9 +97,9 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: Trainer.
         function: Method of the trainer.
-        part: First arguments of the function. On a mesh, the first axis of each of them is the device.
-        numbers: Other arguments of the function. They and the result are the same on all devices.
-        by_xla: True compiles the function using XLA, once per shape.
+        part: First arguments of the function. On a mesh, the first axis of each array is the device axis.
+        numbers: Remaining arguments of the function. These arguments and the result are the same on all devices.
+        by_xla: If True, the function is compiled using XLA, once per shape.
 
     Raises:
         ValueError: If the model's trainable variables have changed since the trainer was created.

@@ -30,7 +30,7 @@ class DecoderLayer(Block):
     Args:
         config: Model configuration.
         dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
-        with_self_attention: False omits the self-attention and its layer norm. See
+        with_self_attention: If False, the self-attention and its layer norm are omitted. See
             ``config.skip_first_self_attention``.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
@@ -162,7 +162,7 @@ class DecoderStack(Block):
                 for i in range(config.num_decoder_layers)
             ]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def call(
         self,
@@ -184,7 +184,7 @@ class DecoderStack(Block):
                 mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
         """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
         for i, layer in enumerate(self.layers):
@@ -203,7 +203,7 @@ class DecoderStack(Block):
         positions: Float[Tensor, "capacity d_model"],
         beam_size: int | Int[Tensor, ""] = 1,
     ) -> DecoderCache:
-        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+        """Return a cache with empty buffers for the target positions, and the keys and values of the encoder memory.
 
         Args:
             memory: Encoder memory: one vector per source position.

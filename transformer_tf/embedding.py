@@ -33,9 +33,9 @@ def sinusoidal_encoding(
         d_model: Number of channels. It must be even.
         layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
             first.
-        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. The
-            longest is slightly less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with
-            ``m_minus_1`` (tensor2tensor).
+        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. With
+            ``m``, as in the paper, the longest wavelength is slightly less than 10000 * 2 pi. With ``m_minus_1``, as in
+            tensor2tensor, it is exactly 10000 * 2 pi.
         offset: Index of the first position.
 
     Raises:

@@ -94,7 +94,7 @@ class EncoderStack(Block):
         with keras.name_scope(self.name):
             self.layers = [EncoderLayer(config, dtype, name=f"layer_{i}") for i in range(config.num_encoder_layers)]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def call(
         self,
@@ -111,7 +111,7 @@ class EncoderStack(Block):
             attention_mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
         """
         mask = attention_mask_for(x, attention_mask, mask)

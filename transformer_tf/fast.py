@@ -55,11 +55,11 @@ def attend_by_blocks(
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """Compute attention for one block of queries of one head at a time. The backward pass recomputes the scores."""
+    """Compute attention for one head and one block of queries at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
-    if mask is not None and mask.shape[2] is None:  # unknown in a trace; it may be 1
+    if mask is not None and mask.shape[2] is None:  # the size is unknown during tracing and may be 1
         mask = tf.broadcast_to(mask, [*tf.unstack(tf.shape(mask)[:2]), length, tf.shape(mask)[3]])
     if mask is not None and mask.shape[2] > 1:
         mask = tf.pad(mask, padding)
@@ -99,9 +99,9 @@ def top_by_blocks(
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, computing the maximum of each block takes 85% less time than ``top_k`` on all values. The largest values
-    are in the blocks with the largest maxima, or in the remainder after the last block. Among blocks with equal maxima,
-    the first ones are used. If there are at most ``count`` blocks, all values are sorted, because sizes are unknown
-    during tracing.
+    are in the blocks with the largest maxima, or in the remainder after the last block. If multiple blocks have the
+    same maximum, the earlier blocks are used. If there are at most ``count`` blocks, ``top_k`` is applied to all
+    values. Sizes are unknown during tracing, so there is no separate code path for this case.
     """
     rows, size = keras.ops.shape(values)
     values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error

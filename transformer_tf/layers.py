@@ -80,7 +80,7 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: An
     Args:
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
-        bias: True adds a bias.
+        bias: Whether to add a bias.
         dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -97,7 +97,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the type of divisor.
+        config: Model configuration, which defines the size, the epsilon, and the formula for the divisor.
         dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -133,7 +133,7 @@ class Dropout(Configured, keras.layers.Dropout):
 
         Args:
             x: Tensor of any shape.
-            training: True enables dropout.
+            training: If True, dropout is enabled.
         """
         found = _OWN_ROWS.get()
         if found is None or not (training and self.rate):

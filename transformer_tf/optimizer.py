@@ -39,7 +39,7 @@ class Adam:
         self.second_moment: dict[str, tf.Variable] = {}
 
     def start(self, names: Iterable[str]) -> None:
-        """Create the moments of these parameters as zeros, unless they exist."""
+        """Create the moments of these parameters and set them to zero, unless the moments already exist."""
         for name in names:
             for moments in (self.first_moment, self.second_moment):
                 if name not in moments:

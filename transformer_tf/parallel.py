@@ -154,7 +154,7 @@ def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shards micro_batches
 
 
 def summed(trainer: Any, values: Any) -> Any:
-    """Return the loss, the number of tokens and, if given, the gradient, summed over the devices of a mesh."""
+    """Sum the loss, the number of tokens, and optionally the gradient over the devices of a mesh."""
     if trainer.mesh is None:
         return values
     context, (total, tokens, *gradient) = tf.distribute.get_replica_context(), values

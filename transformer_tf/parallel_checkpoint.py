@@ -1,8 +1,8 @@
-"""Checkpoints of runs with a distribution strategy: a directory that ``tf.train.Checkpoint`` writes and reads.
+"""Checkpoints of runs with a distribution strategy: directories that ``tf.train.Checkpoint`` writes and reads.
 
-Any number of devices can read the directory. It contains the weights under their canonical names, and the moments under
-the same names with a prefix. The file ``run.safetensors`` contains the rest of the checkpoint. Every copy of the model
-is complete, so only the first process writes. All processes of a run must see the same directory.
+Runs with any number of devices can read the directory. It contains the weights under their canonical names, and the
+moments under the same names with a prefix. The file ``run.safetensors`` contains the rest of the checkpoint. Every copy
+of the model is complete, so only the first process writes. All processes of a run must see the same directory.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. If None, an empty dict is saved.
+            values must not change when they are converted to JSON and back. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         FileExistsError: If the path exists.
         OSError: If a file can't be written.
         TypeError: If the progress is not a dict.
-        ValueError: If the progress doesn't survive a JSON round trip.
+        ValueError: If the progress changes when it is converted to JSON and back.
     """
     description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
     first_alone(trainer, lambda: _write(Path(directory), _variables(trainer), description, vocabulary))
@@ -91,7 +91,7 @@ def join_sharded(directory: str | Path) -> Checkpoint:
 
 
 def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new directory, for a run with several processes.
+    """Write a checkpoint to a new directory, from which a run with multiple processes can resume.
 
     Call this function in one process only.
 

@@ -44,8 +44,8 @@ class Part(Configured, keras.Model):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Attributes:
@@ -122,7 +122,7 @@ class Part(Configured, keras.Model):
                 ``tf.device`` scope is used.
             precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
                 ``set_precision``). If None, the current precision is kept.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -181,7 +181,7 @@ class Part(Configured, keras.Model):
                 ``tf.device`` scope is used.
             precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
                 ``set_precision``). If None, the current precision is kept.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -194,7 +194,7 @@ class Part(Configured, keras.Model):
 
     @property
     def _default_save_signature(self):
-        """Return the function of the IDs that ``tf.saved_model.save`` exports, or None for a decoder."""
+        """Return the function that ``tf.saved_model.save`` exports. It takes token IDs. For a decoder, return None."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
@@ -216,7 +216,7 @@ class Part(Configured, keras.Model):
                 raise ValueError(f"{stack.name} must have {count} layers, as in the file: got {len(stack.layers)}")
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
+        """Return copies of all parameters, keyed by canonical name. The copies have the model's dtype.
 
         If LoRA is enabled for a layer, the LoRA update is added to the kernel.
 
@@ -226,7 +226,7 @@ class Part(Configured, keras.Model):
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute the mask."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -264,7 +264,7 @@ class Part(Configured, keras.Model):
         is_one = len(ids.shape) == 1
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = tf.transpose(ids) if is_one else ids
-        length = tf.get_static_value(cache.length)  # unknown in a traced function
+        length = tf.get_static_value(cache.length)  # returns None in a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(ids.shape)[:1], length, tuple(cache.self_mask.shape))
         check_capacity(length, ids.shape[1], cache.self_mask.shape[3])
@@ -272,7 +272,7 @@ class Part(Configured, keras.Model):
 
 
 def _is_structure(inputs):
-    """Return whether one argument contains all inputs of a call, instead of rows of source IDs."""
+    """Return whether an argument contains all inputs of a call. Otherwise, it contains only rows of token IDs."""
     if isinstance(inputs, tuple | list):
         return any(len(np.shape(x)) == 2 for x in inputs)
     return isinstance(inputs, Mapping)

@@ -29,8 +29,9 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows TF32
-            on a GPU, which is faster. Most CPUs compute in full float32 either way.
+        precision: With ``highest``, matmuls are computed in full float32, so that results agree across frameworks. With
+            ``fast``, matmuls on a GPU may use TF32, which is faster than float32. Most CPUs compute in full float32
+            either way.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -69,7 +70,7 @@ def to_device(device: Any) -> str | None:
     """Return a TensorFlow device name, such as ``/GPU:0``. None, which means the caller's scope, is returned unchanged.
 
     Args:
-        device: ``cpu`` or ``gpu``, with or without a number; a name or a device of TensorFlow; or None.
+        device: ``cpu`` or ``gpu`` (with or without a number), a TensorFlow device or its name, or None.
 
     Raises:
         ValueError: If the type of device is unknown.
@@ -107,7 +108,7 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
     """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, for an ID
+    Values are checked only if they can be read without delay: on a CPU and outside of traced code. Otherwise, for an ID
     outside the vocabulary, TensorFlow returns zeros on a GPU, and XLA reads the nearest row.
     """
     if isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
@@ -148,7 +149,7 @@ def quick_compilation() -> Iterator[None]:
     """Disable compilation within this context, for example in tests and short programs.
 
     A search and a ``Trainer`` without a mesh run eagerly, so they don't wait for TensorFlow to trace or for XLA to
-    compile. Each call takes longer. Results agree up to rounding.
+    compile. However, each call takes longer than a compiled call. Results agree up to rounding.
     """
     token = _COMPILES_QUICKLY.set(True)
     try:

@@ -62,12 +62,12 @@ def cross_entropy(
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
         config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
-        summed: False returns the loss of each label, and a mask of the labels that are not padding, both [B, T].
+        summed: If False, return the loss of each label and a mask that is True for non-padding labels, both [B, T].
 
     Raises:
         TypeError: If the labels are not integers, or Keras calls the function as a loss. Use ``CrossEntropy`` instead.
-        ValueError: If the labels have the wrong shape or are outside the vocabulary. In a ``tf.function`` and on a GPU,
-            the loss of a label outside the vocabulary is NaN instead.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary. In a ``tf.function`` or on a GPU,
+            a label outside the vocabulary doesn't raise an error, but its loss is NaN.
     """
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
@@ -107,7 +107,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also for labels; bfloat16 can't represent 257
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also the dtype of labels, which must be exact
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -123,7 +123,7 @@ class CrossEntropy(keras.losses.Loss):
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-    """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
+    """Return the loss per target token of a batch, and its gradients with respect to all parameters and taps.
 
     Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Frozen parameters have
     no gradient. The field ``frozen`` of the result lists their names.
@@ -178,8 +178,8 @@ class Trainer:
         mesh: Strategy from ``make_mesh`` that divides the full batch. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
-        compile: True compiles the step with XLA once per batch shape, which takes as long as dozens of steps. This
-            option can't be combined with a mesh, and changes the random numbers of dropout.
+        compile: If True, XLA compiles the step once per batch shape. Each compilation takes as long as dozens of steps.
+            This option can't be combined with a mesh, and changes the random numbers of dropout.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def start(self, names: Iterable[str]) -> None:
-        """Create the moments of these parameters as zeros, unless they exist."""
+        """Create the moments of these parameters and set them to zero, unless the moments already exist."""
         with placed(self.model.device) if self.mesh is None else self.mesh.scope():
             self.optimizer.start(names)
 
@@ -259,7 +259,7 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
+        """Return the loss per target token of a batch, and the gradient that ``train_step`` computes before clipping.
 
         Arguments, dropout, micro-batches, devices, and errors are the same as in ``train_step``. Nothing is updated.
         """
@@ -295,7 +295,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow the model's dtype.
         """
         check_training_state(self.model.config, state, self.model.variable_dtype)
         self.step, self.seed = state.step, state.seed

@@ -30,8 +30,8 @@ class Encoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -57,7 +57,7 @@ class Encoder(Part):
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
@@ -97,8 +97,8 @@ class Decoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -136,7 +136,7 @@ class Decoder(Part):
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
@@ -215,7 +215,7 @@ class Decoder(Part):
                 replaces the intermediate value.
 
         Returns:
-            The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
+            The logits, [R, V] or [R, L, V], and the updated cache, which you pass to the next step.
 
         Raises:
             TypeError: If the IDs are not integers.
@@ -246,8 +246,8 @@ class Transformer(Encoder, Decoder):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. If None, the global Keras policy is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -280,7 +280,7 @@ class Transformer(Encoder, Decoder):
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            training: True enables dropout. If None, the mode of the enclosing Keras layer is used.
+            training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.

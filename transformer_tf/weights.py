@@ -56,7 +56,8 @@ def variables(model: Model) -> dict[str, keras.Variable]:
     """Return the model's Keras variables, which have a ``trainable`` attribute, keyed by canonical name.
 
     Raises:
-        ValueError: If a weight is computed from other variables (``enable_lora``), or its layer was replaced.
+        ValueError: If a weight is computed from other variables, for example after ``enable_lora``, or if a layer was
+            replaced.
     """
     found = _computed_with(model)
     for name, weight in found.items():
@@ -69,7 +70,7 @@ def variables(model: Model) -> dict[str, keras.Variable]:
 
 
 def check_variables(model: Model, known: Mapping[str, keras.Variable]) -> None:
-    """Check that a model still computes with the variables that it had when a ``Trainer`` was created for it.
+    """Check that a model still uses the variables that it had when a ``Trainer`` was created for it.
 
     Raises:
         ValueError: If a layer was replaced, added, removed, or quantized, or LoRA was enabled.
@@ -85,10 +86,11 @@ def check_variables(model: Model, known: Mapping[str, keras.Variable]) -> None:
 
 
 def _computed_with(model):
-    """Return the Keras variables that the model computes with, or tensors computed from them, keyed by canonical name.
+    """Return the weights that the model uses, keyed by canonical name: Keras variables or tensors computed from them.
 
     Raises:
-        ValueError: If a layer may compute with other weights, or a trainable variable has no canonical name.
+        ValueError: If a layer belongs to a class that may use additional weights, or a trainable variable has no
+            canonical name.
     """
     found = {}
     for name in parameter_shapes(model.config, model.part):

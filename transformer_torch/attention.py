@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     dropout: Dropout | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return one average of the values per query, weighted by the similarity of the query to each key.
+    """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
@@ -212,7 +212,7 @@ class MultiHeadAttention(nn.Module):
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:
-        """Return the settings that ``print(model)`` shows for this module. The projections show their own settings."""
+        """Return the settings that ``print(model)`` shows for this module, without the settings of its projections."""
         return f"num_heads={self.num_heads}"
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
-        with_self_attention: False omits the self-attention and its layer norm. See
+        with_self_attention: If False, the self-attention and its layer norm are omitted. See
             ``config.skip_first_self_attention``.
 
     Taps:
@@ -153,7 +153,7 @@ class DecoderStack(nn.Module):
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
         )
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def forward(
         self,
@@ -191,7 +191,7 @@ class DecoderStack(nn.Module):
         positions: Float[Tensor, "capacity d_model"],
         beam_size: int = 1,
     ) -> DecoderCache:
-        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+        """Return a cache with empty buffers for the target positions, and the keys and values of the encoder memory.
 
         Args:
             memory: Encoder memory: one vector per source position.

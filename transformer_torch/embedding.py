@@ -31,9 +31,9 @@ def sinusoidal_encoding(
         d_model: Number of channels. It must be even.
         layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
             first.
-        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. The
-            longest is slightly less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with
-            ``m_minus_1`` (tensor2tensor).
+        timescale: Spacing of the wavelengths. There are m = d_model / 2 wavelengths, and the shortest is 2 pi. With
+            ``m``, as in the paper, the longest wavelength is slightly less than 10000 * 2 pi. With ``m_minus_1``, as in
+            tensor2tensor, it is exactly 10000 * 2 pi.
         offset: Index of the first position.
 
     Raises:
@@ -66,7 +66,7 @@ class TokenEmbedding(nn.Embedding):
 
     @property
     def embed_scale(self) -> float:
-        """The multiplier, under the attribute name that peft reads. To change it, set ``multiplier``."""
+        """The same value as ``multiplier``, for the peft library. To change the value, set ``multiplier``."""
         return self.multiplier
 
     def reset_parameters(self) -> None:
@@ -183,7 +183,7 @@ class TiedProjection(nn.Module):
 
     Args:
         embedding: Embedding whose matrix the layer uses.
-        bias: True adds a bias.
+        bias: Whether to add a bias.
     """
 
     def __init__(self, embedding: TokenEmbedding, bias: bool) -> None:

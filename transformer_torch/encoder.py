@@ -85,7 +85,7 @@ class EncoderStack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(EncoderLayer(config, dtype) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
+        self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def forward(
         self,

@@ -125,8 +125,8 @@ def fused_attention(
 def _mark_masks(stack, args, kwargs):
     """Mark masks that allow every key or are causal, because flash attention supports only these two patterns.
 
-    The masks are checked once for all layers, and only on a GPU. Because reading a mask waits for the GPU, captured or
-    traced code skips this check.
+    The masks are checked once for all layers, and only on a GPU. Reading a mask's values waits for the GPU, so this
+    check is skipped in traced code and while a CUDA graph is captured.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not args or args[0].device.type not in FLASH_DEVICES:
         return None
@@ -138,7 +138,7 @@ def _mark_masks(stack, args, kwargs):
 def _marked(mask):
     if type(mask) is not Tensor or mask.dtype != torch.bool or debug_unwrap(mask) is not mask:
         return mask
-    mask = mask.view(mask.shape)  # mark a view, because the caller may change the mask later
+    mask = mask.view(mask.shape)  # mark a view instead of the caller's tensor, which may change later
     is_all = mask.all()
     is_square = mask.shape[-1] == mask.shape[-2]
     is_causal = (mask == causal_mask(mask.shape[-1], mask.device)).all() if is_square else torch.zeros_like(is_all)
@@ -172,11 +172,13 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_addition(position: nn.Module, vectors: Float[Tensor, "L d_model"]) -> None:
-    """Check that a position module with custom code only adds vectors, because a search adds them without the module.
+    """Check that a position module with custom code only adds vectors to its input.
+
+    A search adds these vectors without calling the module.
 
     Args:
         position: Positional encoding.
-        vectors: Output of the module for zeros.
+        vectors: Output of the module for an input of zeros.
 
     Raises:
         ValueError: If the module also changes the vectors that it receives.
@@ -236,10 +238,11 @@ def top_by_blocks(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tenso
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     Sorting all values is slow, and ``topk`` orders ties arbitrarily. The largest values are in the blocks with the
-    largest maxima. Among blocks with equal maxima, the first ones are used.
+    largest maxima. If multiple blocks have the same maximum, the earlier blocks are used.
     """
     if values.shape[1] <= BLOCK * count:
-        best, index = values.sort(dim=-1, descending=True, stable=True)  # NaN first, so that the search raises an error
+        # The sort ranks NaN first, so that the search raises an error.
+        best, index = values.sort(dim=-1, descending=True, stable=True)
         return best[:, :count].nan_to_num(inf, inf, -inf), index[:, :count]
     short = -values.shape[1] % BLOCK
     padded = F.pad(values, (0, short), value=-inf) if short else values  # F.pad always copies

@@ -99,7 +99,7 @@ def Linear(  # noqa: N802  the name of a layer
     Args:
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
-        bias: True adds a bias.
+        bias: Whether to add a bias.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
         device: Device of the parameters. If None, PyTorch's default device is used.
     """
@@ -124,7 +124,7 @@ class LayerNorm(nn.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the type of divisor.
+        config: Model configuration, which defines the size, the epsilon, and the formula for the divisor.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 

@@ -1,7 +1,7 @@
 """Choice of kernels and weight layouts for MKL and oneDNN, the CPU libraries that PyTorch uses for matmuls.
 
 ``torch.set_float32_matmul_precision("medium")`` makes PyTorch use oneDNN for float32 matmuls, which may then round to
-bfloat16. There is no public PyTorch function for the weight layouts, so this module calls the operators that
+bfloat16. PyTorch has no public function that converts weights to these layouts, so this module calls the operators that
 torch.compile uses for frozen weights.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
-LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster with few rows
+LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster if the input has few rows
 LARGE_PRODUCT = 2**19  # if a matmul has fewer multiplications, MKL's layout is faster, even if oneDNN is on
 
 
@@ -45,8 +45,8 @@ def takes_bfloat16() -> bool:
 def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
     """Return a function like ``F.linear`` that uses the fastest layout of the weight for this number of rows.
 
-    oneDNN needs 15 microseconds to start a matmul. In comparison, MKL takes 5 microseconds to multiply 8 rows by 128 x
-    128 weights, so small matmuls use MKL.
+    oneDNN needs 15 microseconds to start a matmul. MKL needs only 5 microseconds to multiply 8 rows by 128 x 128
+    weights, so small matmuls use MKL.
     """
     is_float32, switched = weight.dtype == torch.float32, is_on()
     if is_float32 and switched and torch.backends.mkl.is_available() and rows * weight.numel() < LARGE_PRODUCT:

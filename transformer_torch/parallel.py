@@ -152,8 +152,8 @@ class BatchShard:
             dropout.first, dropout.rows = first, drawn
         padded = [F.pad(ids, (0, 0, 0, 1), value=self.pad_id) for ids in batch]
         for i, each in enumerate(torch.from_numpy(own).to(padded[0].device)):
-            # DistributedDataParallel reduces gradients once, after the last micro-batch. If fully_shard waited too, it
-            # would need memory for the unsharded gradients.
+            # DistributedDataParallel reduces gradients only once, after the last micro-batch. fully_shard reduces them
+            # after each micro-batch, because it would otherwise have to store the unsharded gradients.
             waits = i < count - 1 and isinstance(self.module, DistributedDataParallel)
             with self.module.no_sync() if waits else nullcontext():  # type: ignore[operator]
                 yield tuple(ids[each] for ids in padded)
@@ -218,7 +218,7 @@ def _check(model, mesh):
 
 
 def _with_all_axes(mesh, plan):
-    """Return a mesh of the same devices with the three axes ``AXES`` in order, some of which may have size 1."""
+    """Return a mesh of the same devices that has all three ``AXES``, in this order. Some axes may have size 1."""
     order = [mesh.mesh_dim_names.index(axis) for axis in AXES if axis in mesh.mesh_dim_names]
     devices = mesh.mesh.permute(order).reshape(plan.data, plan.fsdp, plan.tensor)
     whole = DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)

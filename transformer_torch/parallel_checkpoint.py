@@ -1,9 +1,9 @@
-"""Checkpoints of large runs: a directory to which each process writes its shards (``torch.distributed.checkpoint``).
+"""Checkpoints of large runs: directories to which each process writes its shards (``torch.distributed.checkpoint``).
 
-Any number of processes can read the directory, with any plan. It contains the weights with the names and shapes of
-``state_dict()``, and the moments under the same names with a prefix. The file ``run.safetensors`` contains the rest of
-the checkpoint. All processes of a run must see the same directory. Don't read directories from untrusted sources,
-because the description of the tensors is a pickle.
+Runs with any number of processes and any parallel plan can read the directory. It contains the weights with the names
+and shapes of ``state_dict()``, and the moments under the same names with a prefix. The file ``run.safetensors``
+contains the rest of the checkpoint. All processes of a run must see the same directory. Don't read directories from
+untrusted sources, because the description of the tensors is a pickle.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def save_sharded(
         directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. These
-            values must survive a JSON round trip. If None, an empty dict is saved.
+            values must not change when they are converted to JSON and back. If None, an empty dict is saved.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         FileExistsError: If the path exists.
         OSError: If a file can't be written.
         TypeError: If the progress is not a dict.
-        ValueError: If the progress doesn't survive a JSON round trip.
+        ValueError: If the progress changes when it is converted to JSON and back.
     """
     model: Any = trainer.model
     description = describe_run(model.config, trainer.settings, trainer, dict(progress or {}))
@@ -99,7 +99,7 @@ def join_sharded(directory: str | Path) -> Checkpoint:
 
 
 def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new directory, for a run with several processes.
+    """Write a checkpoint to a new directory, from which a run with multiple processes can resume.
 
     Call this function in one process only.
 

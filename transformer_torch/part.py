@@ -35,8 +35,8 @@ class Part(nn.Module):
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -107,7 +107,7 @@ class Part(nn.Module):
             device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
             precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
                 ``set_precision``). If None, the current precision is kept.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -143,7 +143,7 @@ class Part(nn.Module):
             device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
             precision: Precision of float32 matmuls in the whole process, ``highest`` or ``fast`` (see
                 ``set_precision``). If None, the current precision is kept.
-            fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same
+            fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
         Raises:
@@ -155,7 +155,7 @@ class Part(nn.Module):
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter in the model's dtype, keyed by canonical name.
+        """Return copies of all parameters, keyed by canonical name. The copies have the model's dtype.
 
         Raises:
             ValueError: If a layer was replaced with a quantized layer, an adapter, or another layer that has additional
@@ -188,7 +188,7 @@ class Part(nn.Module):
         return next(self.parameters()) if weight is None else weight
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute the mask."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions, self.device)
         if mask is not None:

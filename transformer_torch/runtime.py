@@ -22,8 +22,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows TF32
-            on a GPU, which is faster.
+        precision: With ``highest``, matmuls are computed in full float32, so that results agree across frameworks. With
+            ``fast``, matmuls on a GPU may use TF32, which is faster than float32.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -77,9 +77,9 @@ def to_device(device: torch.device | str | None) -> torch.device:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
     """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, an ID outside
-    the vocabulary raises an IndexError in the embedding or a RuntimeError in the loss on a CPU, or triggers a CUDA
-    assertion on a GPU.
+    Values are checked only if they can be read without delay: on a CPU and outside of traced code. Otherwise, an ID
+    outside the vocabulary raises an IndexError in the embedding or a RuntimeError in the loss on a CPU, or triggers a
+    CUDA assertion on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):
@@ -124,7 +124,7 @@ def describe() -> dict[str, str]:
 
 
 def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
-    """Return the values of the IDs if reading them costs nothing, else None.
+    """Return the values of the IDs if they can be read without delay, else None.
 
     Values can be read on a CPU unless the tensor is traced, fake, or transformed. Tensors that were created in
     inference mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's

@@ -52,7 +52,7 @@ def greedy_search(
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
             unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
-        as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
+        as_numpy: If True, return NumPy arrays. If False, return tensors on the model's device.
 
     Returns:
         One hypothesis per sequence. Its score is its log-probability in nats.
@@ -114,7 +114,7 @@ def beam_search(
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
             unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
-        as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
+        as_numpy: If True, return NumPy arrays. If False, return tensors on the model's device.
 
     Returns:
         The best hypotheses of each sequence and their scores, best first.
@@ -170,7 +170,7 @@ def sample(
         top_k: Number of most likely tokens to sample from (Fan et al., 2018). If None, all tokens are used.
         top_p: Minimum total probability of the most likely tokens to sample from (Holtzman et al., 2020). Applied after
             ``top_k``. If None, all tokens are used.
-        seed: Seed of the random numbers, at least 0.
+        seed: Seed for the random numbers. It must be at least 0.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
@@ -179,7 +179,7 @@ def sample(
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
             unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
-        as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
+        as_numpy: If True, return NumPy arrays. If False, return tensors on the model's device.
 
     Returns:
         ``num_samples`` hypotheses per sequence, in the order in which they are sampled. A score is the log-probability
@@ -274,7 +274,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n and None, which means that the rows keep their order."""
+        """Given the logits, return the state after step n. Also return None, because the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = log_probabilities.gather(1, index[:, None]).reshape(self.scores.shape)
@@ -358,7 +358,7 @@ class Beam(NamedTuple):
             ended = within_pool(ended, self.finished)
         finished, rank = self.top(torch.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = torch.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
-        # 3. Continue with the best K extensions that don't end, unless none of them can still enter the pool.
+        # 3. Continue with the best K extensions that don't end, if at least one of them can still enter the pool.
         alive, rank = self.top(torch.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
         attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens had probability 1

@@ -92,7 +92,7 @@ def cross_entropy(
 
 
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-    """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
+    """Return the loss per target token of a batch, and its gradients with respect to all parameters and taps.
 
     Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Frozen parameters have
     no gradient. The field ``frozen`` of the result lists their names.
@@ -116,7 +116,7 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     with inference(model), parametrize.cached():  # a parametrized layer computes its weight only once
         # Without requires_grad_, a tap after frozen layers would have no gradient.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
-        weights = computed_with(transformer)  # after the call, which computes the weights of pruned layers
+        weights = computed_with(transformer)  # the call above computes the weights of pruned layers
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
@@ -157,7 +157,7 @@ class Trainer:
             every process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
             of devices. ``local`` samples the masks separately on each device, which is faster.
-        compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, but later
+        compile: If True, ``torch.compile`` compiles the forward and backward pass. The first steps are slow, but later
             steps are faster.
 
     Attributes:
@@ -165,8 +165,9 @@ class Trainer:
 
     Raises:
         TypeError: If the module contains no ``Transformer``, or another argument has the wrong type.
-        ValueError: If the model is not in float32 or float64, if mixed precision is combined with float64, if the mesh
-            can't divide the model, if a mesh already shards the model, or if another value is invalid.
+        ValueError: If the model is not in float32 or float64, if mixed precision is combined with float64, or if the
+            mesh can't divide the model. This error is also raised if a mesh already shards the model, or if another
+            argument is invalid.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Trainer:
         return StepResult(loss, tokens, norm)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
+        """Return the loss per target token of a batch, and the gradient that ``train_step`` computes before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -289,7 +290,7 @@ class Trainer:
         All later steps depend only on this state, the weights, and the arguments of the ``Trainer``.
 
         Raises:
-            ValueError: If a trainable parameter has no canonical name, for example in an adapter.
+            ValueError: If a trainable parameter has no canonical name, for example because it belongs to an adapter.
         """
         transformer, first, second = transformer_of(self.model), dict[str, Any](), dict[str, Any]()
         check_complete(transformer)
@@ -307,7 +308,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow the model's dtype.
         """
         transformer = transformer_of(self.model)
         check_training_state(transformer.config, state, dtype_name(transformer))

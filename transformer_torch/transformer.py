@@ -32,8 +32,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -87,8 +87,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -205,7 +205,7 @@ class Decoder(Part):
                 replaces the intermediate value.
 
         Returns:
-            The logits, [R, V] or [R, L, V], and the same cache, for the next step.
+            The logits, [R, V] or [R, L, V], and the same cache, which you pass to the next step.
 
         Raises:
             TypeError: If the IDs are not integers.
@@ -240,8 +240,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. If None, PyTorch's default device is used.
-        fast: True uses the optimized code in ``fast.py``. False uses the unoptimized code. Both give the same results
-            up to rounding.
+        fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
+            results up to rounding.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.

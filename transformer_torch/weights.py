@@ -71,12 +71,12 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
-    """Return the tensors that the model computes with, keyed by canonical name. Kernels have PyTorch's shape.
+    """Return the tensors that the model uses as weights, keyed by canonical name. Kernels have PyTorch's shape.
 
     The weight of a parametrized layer is the tensor that is computed from its parameters.
 
     Raises:
-        ValueError: If a layer may compute with additional or different tensors, as adapters and quantized layers do.
+        ValueError: If a layer may use more tensors than its weight and bias, as adapters and quantized layers do.
     """
     found: dict[str, Any] = {}
     for name in parameter_shapes(model.config, model.part):
@@ -95,7 +95,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
 
     Args:
         model: Model to check.
-        frozen: True checks frozen parameters too.
+        frozen: If True, frozen parameters are checked too.
 
     Raises:
         ValueError: If a parameter has no canonical name, such as an adapter's weight or a bias that the config doesn't
@@ -148,8 +148,8 @@ def parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the model's parameters, keyed by canonical name. Kernels have PyTorch's shape.
 
     Raises:
-        ValueError: If a layer may compute with additional or different tensors, or if a weight is computed from other
-            parameters (``torch.nn.utils.parametrize``).
+        ValueError: If a layer may use more tensors than its weight and bias, or if a weight is computed from other
+            parameters, for example by ``torch.nn.utils.parametrize``.
     """
     found: dict[str, nn.Parameter] = {}
     for name, weight in computed_with(model).items():

@@ -1,4 +1,4 @@
-"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the workloads they support.
+"""The interface of all peers: the methods that ``parity bench`` calls, and a check that peers support a workload.
 
 Each peer is written in the style of its library, using the library's building blocks. A library is imported only when
 its peer is used.
@@ -25,7 +25,7 @@ class Peer:
     """A Transformer based on a different library, with the same weights. ``prepare`` imports the library.
 
     Attributes:
-        name: The name in tables.
+        name: The name shown in tables.
         modules: The modules that must be installed.
     """
 
@@ -33,7 +33,7 @@ class Peer:
     modules: ClassVar[tuple[str, ...]]
 
     def prepare(self) -> dict[str, str]:
-        """Import the library, and return versions, device, and number of threads."""
+        """Import the library, and return its version, the device, and the number of threads."""
         raise NotImplementedError
 
     def build(

@@ -1,4 +1,4 @@
-"""A Transformer based on KerasHub layers on TensorFlow. Each call is a ``tf.function``, with or without XLA."""
+"""A Transformer based on KerasHub layers on TensorFlow. Each call runs a ``tf.function``, with or without XLA."""
 
 # ruff: noqa: D102  methods are documented in Peer
 

@@ -155,7 +155,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that write the result to files."""
+    """Add the options for writing the result to files."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
 

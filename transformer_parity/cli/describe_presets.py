@@ -57,7 +57,10 @@ def count(preset: str, vocab_size: int) -> int:
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return the number of presets whose size in millions of parameters matches Table 3 for a vocabulary size."""
+    """Return the number of presets whose parameter count matches Table 3 of the paper.
+
+    The parameters are counted for the given vocabulary size. The count is rounded to millions, as in Table 3.
+    """
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         pass
     except SystemExit as error:  # raised by argparse
         code = error.code if isinstance(error.code, int) else INCOMPLETE
-    except Exception:  # Python would exit with code 1, which would report a diverging port
+    except Exception:  # Python would exit with code 1, which means that a port diverges
         traceback.print_exc()
     return code
 
@@ -41,10 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _end_by(code: Callable[[], int]) -> None:
     """Make the process exit with the result of ``code``, or with 3 if a C library calls ``exit``.
 
-    For example, OpenBLAS calls ``exit(1)`` if it runs out of memory. A handler registered in C turns such a call into
-    exit code 3. Python itself also calls ``exit``, after it has run the ``atexit`` functions in reverse order of
-    registration. This function registers the first ``atexit`` function, which therefore runs last and ends the process
-    before Python calls ``exit``.
+    For example, OpenBLAS calls ``exit(1)`` if it runs out of memory. During this call, a handler registered in C ends
+    the process with exit code 3. Python itself also calls ``exit``, after it has run the ``atexit`` functions in
+    reverse order of registration. This function registers the first ``atexit`` function, which therefore runs last and
+    ends the process before Python calls ``exit``.
     """
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""``parity golden`` and ``parity compare``: write and compare the results of a model as files ("golden vectors").
+"""``parity golden`` and ``parity compare``: write a model's results to files ("golden vectors") and compare the files.
 
 Use these files to compare implementations that can't run in one process, for example because they are written in
 different languages or run on different machines.
@@ -148,7 +148,10 @@ def _write(
     configs: Mapping[str, TransformerConfig],
     terminal: TextIO,
 ) -> list[str]:
-    """Write all directories, or none if one fails, and return a summary as a list of lines."""
+    """Write one directory per config, and return a summary as a list of lines.
+
+    If an error occurs, no directory is written.
+    """
     said = []
     chosen = {name: in_stages(golden_cases(config), options.stage) for name, config in configs.items()}
     with writer.replaced(options.out, force=options.force) as directory:

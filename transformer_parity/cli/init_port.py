@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_imported(name: str) -> bool:
-    """Return whether a port, or a library that it uses, may import a module with this name."""
+    """Return whether a port, or a library that it uses, might need to import an existing module with this name."""
     places = [place for place in sys.path if place and Path(place).resolve() != Path.cwd()]
     return name in IMPORTED or name in sys.stdlib_module_names or PathFinder.find_spec(name, places) is not None
 

@@ -217,7 +217,7 @@ def _run(given: Sequence[str]) -> int:
         print("parity: interrupted", file=sys.stderr)
     except MemoryError as error:
         print(f"{command}: error: out of memory: {error}", file=sys.stderr)
-    except Exception:  # Python would exit with code 1, which would report a diverging port
+    except Exception:  # Python would exit with code 1, which means that a port diverges
         traceback.print_exc()
     return INCOMPLETE
 

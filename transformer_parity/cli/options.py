@@ -227,7 +227,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
 
     Raises:
         TypeError: If a field has the wrong type.
-        UsageError: If the options contradict each other, or if a field doesn't exist.
+        UsageError: If options conflict with each other, or if a field doesn't exist.
         ValueError: If the value of a field is invalid.
     """
     fields = dict(options.search)

@@ -41,7 +41,7 @@ class PlainConsole(Console):
 def make_console(pipe_width: int = PIPE_WIDTH) -> PlainConsole:
     """Return a console that prints to standard output.
 
-    The console has the width of the terminal, or the width ``pipe_width`` if standard output is not a terminal.
+    The console is as wide as the terminal, or ``pipe_width`` characters wide if standard output is not a terminal.
     """
     return PlainConsole(width=None if sys.stdout.isatty() else pipe_width)
 

@@ -24,8 +24,8 @@ REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # minimum width of a readable column of code, in characters
 MARGIN = 2  # width in characters of the margin, which marks lines that differ
 FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in characters
-# The margin of lines with marked tokens, and the style of these tokens. Both are visible without colors, and the syntax
-# theme doesn't use this style for any other tokens.
+# The characters in the margin of a line with marked tokens, and the style of the marked tokens. Both are visible
+# without colors, and the syntax theme doesn't use this style for any other tokens.
 MARK, MARKED = "> ", "reverse"
 
 DESCRIPTION = """\
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
-    """Yield the code of each package with its differences from the base.
+    """Yield the code of each package, and mark how it differs from the base.
 
     The base is the code in the reference or, if the reference doesn't contain the name, the code in the first package.
     """
@@ -127,7 +127,7 @@ def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
 
 
 def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print the code of the packages one below the other, as valid Python."""
+    """Print the code of each package as valid Python, one package after another."""
     print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
     for one in shown:
         print(f"\n# {one.piece.place}  {one.note}\n{_pointed(one)}")
@@ -136,7 +136,7 @@ def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[s
 
 
 def _pointed(shown: Shown) -> str:
-    """Return the code. Below each line with marked tokens, a comment points to these tokens with ``^``."""
+    """Return the code. Below each line with marked tokens, insert a comment that underlines the tokens with ``^``."""
     lines, start = [], 0
     for line in shown.piece.code.split("\n"):
         lines.append(line)

@@ -117,7 +117,7 @@ def _train(options: argparse.Namespace, directory: Path, group: Group | None) ->
 
 
 def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
-    """Start the processes of a parallelism plan, train in them, and return the exit code."""
+    """Start the processes of a parallelism plan, run the training in them, and return the exit code."""
     steps = options.stop_at or job.setup.plan.steps
     with refusals(ValueError):
         processes = number_of_processes(job.backend, options.parallel, options.processes)
@@ -183,7 +183,7 @@ def _set_up(options: argparse.Namespace, directory: Path) -> Setup:
         if options.out:
             _check_unused(options.out)
         elif (directory / LOG).exists():
-            read_log(directory)  # if the log is damaged, raises an error now rather than at the end of the run
+            read_log(directory)  # if the log is damaged, fail now rather than at the end of the run
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, directory, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):

@@ -203,7 +203,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
-    """Yield a binary stream of the text, the file (decompressed if necessary), or standard input."""
+    """Yield a binary stream that reads the text, the file (decompressed if necessary), or standard input."""
     if options.text is not None:
         yield io.BytesIO(options.text.encode("utf-8", "surrogateescape"))
         return

@@ -1,1 +1,1 @@
-"""Run two implementations in separate processes, compare their tensors, and decide on a verdict, for any model."""
+"""Run two implementations of any model in separate processes, compare their tensors, and decide on a verdict."""

@@ -20,7 +20,10 @@ class Measure:
     """The rule for comparing two tensors with the same name. Subclasses can define different rules."""
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return a description of an incorrect shape or dtype or of non-finite values; empty if there is no problem."""
+        """Return a description of an incorrect shape, an incorrect dtype, or non-finite values.
+
+        If there is no problem, return an empty string.
+        """
         return structure_problem(actual, expected, dtype)
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:

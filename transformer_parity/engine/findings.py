@@ -23,7 +23,7 @@ class Finding:
         dtype: The working dtype.
         component: The part of the model that the case tests.
         case: The name of the case.
-        path: The way in which the model was run (see ``outputs``); ``run`` if a failure occurred before the model ran.
+        path: How the model was run (see ``outputs``), or ``run`` if a failure occurred before the model ran.
         tap: The name of the tensor.
         error: The relative error; infinite if the tensor has a problem, such as a wrong shape.
         tolerance: The largest accepted error.

@@ -87,7 +87,7 @@ class Evidence:
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
         isolated: The tensors that the port computes if each block receives the reference's values as inputs. If only
-            the reference was rerun, the tensors of the port's normal run.
+            the reference was rerun, these are the tensors of the port's normal run.
         wanted: The tensors that the reference computes from the same inputs as ``isolated``.
     """
 
@@ -131,7 +131,7 @@ class Replay:
     """Reruns the blocks of a port or of the reference on given intermediate values.
 
     Attributes:
-        about: A ``Blame`` without marks, which specifies the port, dtype, case, and stage.
+        about: A ``Blame`` that specifies the port, dtype, case, and stage. It has no marks.
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
             float64.
@@ -151,8 +151,8 @@ class Replay:
         Args:
             port: A function that runs the port.
             goes_on: A function that takes the tensors of the port's normal run and the given tensors, and returns
-                whether the port continues its computation with the value that each tap returns. If the port ignores
-                these values, later blocks get incorrect inputs. None if the port is known to use these values.
+                whether the later blocks of the port use the return values of the taps. If the port ignores these
+                values, later blocks get incorrect inputs. None means that the port is known to use them.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
@@ -191,7 +191,7 @@ class Replay:
         return self.marked(evidence, replayed, expected, lambda name: self.tolerance(name, baseline.get(name, 0.0)))
 
     def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
-        """Return the reference's own error in the working dtype at each tap, starting from the given values.
+        """Run the reference in the working dtype on the given values, and return the rounding error at each tap.
 
         If a given value is NaN or infinite and the error therefore isn't finite, the error is set to 0.
         """
@@ -206,7 +206,7 @@ class Replay:
     ) -> Evidence:
         """Return the evidence with a mark for every tensor, in the order of computation."""
         marks = []
-        is_misshapen = False  # whether the wrong shape of an earlier tensor prevented its use in the rerun
+        is_misshapen = False  # whether an earlier tensor has a wrong shape, so that the rerun couldn't use it
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
@@ -223,12 +223,12 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Mark introduced differences as inherited if a variant of the reference shows that they are inherited.
+    """Mark a difference as inherited instead of introduced if a variant of the reference shows that it is inherited.
 
     If a tap of the port shows a different value than its name implies, the next block is rerun on an incorrect input
     and seems to introduce a second difference. To test this, variants of the reference with known bugs are run. The
-    second difference is inherited if a variant computes the port's tensor in a normal run, but the correct tensor when
-    the block is rerun on correct inputs.
+    second difference is inherited if a variant computes the same tensor as the port in a normal run, and the correct
+    tensor when the block is rerun on correct inputs.
 
     Args:
         evidence: The evidence about the port.

@@ -67,7 +67,7 @@ class Outputs:
 
     @property
     def shown(self) -> Tensors:
-        """All tensors, keyed by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
+        """All tensors, keyed by name. If the ``taps`` path is available, tensors of the ``fast`` path are omitted."""
         found: Tensors = {}
         for path, tensors in self.paths.items():
             if path != FAST or TAPS not in self.paths:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg")
 DPI = 150
 
-# The palette of Okabe and Ito (2008), whose colors are distinct for people with color blindness and in print.
+# The palette of Okabe and Ito (2008), whose colors can be distinguished in print and by people with color blindness.
 BLUE, VERMILION = "#0072b2", "#d55e00"
 GREEN = "#008a5f"  # darker than in the palette, whose green has a contrast of only 3.4 to 1 on white
 GRAY = "#767676"
@@ -65,7 +65,7 @@ def destination(out: str, picture: str) -> Path:
 
     Args:
         out: A .png or .svg file, or a directory.
-        picture: The name of the file without suffix, used if ``out`` is a directory.
+        picture: The file name without a suffix, used if ``out`` is a directory.
 
     Raises:
         UsageError: If ``out`` is a file name with an unsupported suffix.

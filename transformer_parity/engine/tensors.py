@@ -35,8 +35,8 @@ def _plain(name: str, value: ndarray) -> ndarray:
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
     """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if ``dtype`` is bfloat16.
 
-    Rounding the inputs in advance ensures that the port and the reference use the same values. The copies are read-only
-    to detect ports that modify their arguments.
+    Rounding the inputs in advance ensures that the port and the reference use the same values. The copies are
+    read-only, because a port must not modify its arguments.
     """
     found = {}
     for name, array in arrays.items():
@@ -50,7 +50,7 @@ def digest(array: ndarray, dtype: str = "") -> Digest:
     """Return a digest, which is the same for two arrays if and only if they have the same dtype, shape, and bits."""
     if _holds_bfloat16(array, dtype):
         array = array.astype("bfloat16")
-    # The array is viewed as bytes rather than copied, because the weights of a model may take gigabytes.
+    # The array is viewed as bytes rather than copied, because the weights of a model may occupy gigabytes.
     whole: Any = array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return array.dtype.name, array.shape, hashlib.sha256(whole).hexdigest()
 
@@ -84,7 +84,10 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
 
 
 def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
-    """Return a description of an incorrect shape or dtype or of non-finite values; empty if there is no problem."""
+    """Return a description of an incorrect shape, an incorrect dtype, or non-finite values.
+
+    If there is no problem, return an empty string.
+    """
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
     if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):

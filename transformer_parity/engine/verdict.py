@@ -32,11 +32,11 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
     """Return the verdict on one tensor.
 
     Args:
-        error: The relative error; NaN never agrees.
+        error: The relative error. If it is NaN, the tensor doesn't agree.
         tolerance: The largest accepted error.
         dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
-        problem: A problem that is a failure regardless of the tolerance, such as an incorrect name, shape, or dtype, or
-            a non-finite value.
+        problem: A problem that makes the tensor diverge regardless of the tolerance, such as an incorrect name, shape,
+            or dtype, or a non-finite value. Empty if there is none.
 
     Raises:
         ValueError: If the tolerance is negative, infinite, or NaN.
@@ -114,7 +114,7 @@ class Coverage:
         port: The name of the port.
         stages: The stages requested explicitly or by default. Each stage must be compared in at least one dtype.
         dtypes: The dtypes requested explicitly. In each dtype, at least one stage must be compared.
-        pairs: Whether both stages and dtypes were requested explicitly. Each stage must then be compared in each dtype.
+        pairs: Whether stages and dtypes were both requested explicitly. Each stage must then be compared in each dtype.
         planned: The number of cases, keyed by stage and dtype.
         elsewhere: The dtypes that were not requested but in which a stage has cases, keyed by stage.
         unproven: The reasons why this port's agreement with the reference would be meaningless.
@@ -129,7 +129,10 @@ class Coverage:
     unproven: Sequence[str] = ()
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
-        """Return a description of every request that was not compared sufficiently."""
+        """Describe each requested stage or dtype for which too few cases were compared.
+
+        The result also includes each reason in ``unproven``.
+        """
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
             wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
@@ -143,7 +146,10 @@ class Coverage:
         return missing + [f"{self.port}: {why}" for why in self.unproven]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
-        """Return the reason why too few cases of some stages and dtypes were compared; empty if enough were."""
+        """Return the reason if too few cases of the given stages and dtypes were compared.
+
+        If enough cases were compared, return an empty string.
+        """
         planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
         if not planned:
             return f"no such cases exist{self._instead(stages)}"
@@ -160,7 +166,10 @@ class Coverage:
         return f"only {len(compared)} of {planned} cases were compared, but at least half are required{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return a hint on how to compare the stages in other dtypes; empty if no other dtype has such cases."""
+        """Return a hint on how to compare the stages in other dtypes.
+
+        If no other dtype has such cases, return an empty string.
+        """
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
             f"; the {stage} stage is compared only in {' and '.join(dtypes)}; remove --dtype, or run "
@@ -175,7 +184,7 @@ class Verdict:
 
     Attributes:
         verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` if not everything was compared.
-        missing: Every request that was not compared, with its port and the reason.
+        missing: Every requested comparison that was not made, with its port and the reason.
         undecided: The ports with large float32 errors that were not compared in float64. Without float64, a bug can't
             be distinguished from lost precision.
     """
@@ -186,7 +195,10 @@ class Verdict:
 
     @classmethod
     def of(cls, findings: Iterable[Finding], asked: Iterable[Coverage] = ()) -> Verdict:
-        """Return the worst verdict of any port; AGREES only if every request was compared."""
+        """Return the worst of the ports' verdicts.
+
+        If no port diverges, but a requested comparison is missing or a port is undecided, the verdict is FAILED.
+        """
         findings, asked = list(findings), list(asked)
         by_port: dict[str, list[Finding]] = {entry.port: [] for entry in asked}
         for finding in findings:
@@ -199,7 +211,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """AGREE, DIVERGE, IMPRECISE or INCOMPLETE."""
+        """AGREE, DIVERGE, IMPRECISE, or INCOMPLETE."""
         return LAST_WORDS[self.verdict]
 
     @property
@@ -212,7 +224,11 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 if all ports agree, 1 if math differs, 2 if only precision is lost, 3 if not everything was compared."""
+        """The exit code of the program.
+
+        It is 0 if all ports agree, 1 if a port's math differs, 2 if only precision is lost, and 3 if not everything was
+        compared.
+        """
         return EXIT_CODES[self.verdict]
 
 

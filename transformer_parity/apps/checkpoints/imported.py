@@ -96,7 +96,7 @@ def sha256_of(paths: Iterable[Path], on_bytes: Callable[[int], None] | None = No
 
     Args:
         paths: Files with distinct names.
-        on_bytes: Function that is called after each block is hashed, with the size of the block in bytes.
+        on_bytes: Function that is called after each block is hashed. Its argument is the size of the block in bytes.
 
     Raises:
         OSError: If a file cannot be read.

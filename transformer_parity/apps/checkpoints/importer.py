@@ -105,7 +105,7 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
 
 
 def check_search(search: Search, config: TransformerConfig) -> None:
-    """Check that search settings can be stored in a weight file and use only IDs in the model's vocabulary.
+    """Check that search settings can be stored in a weight file and contain only IDs from the model's vocabulary.
 
     Raises:
         ValueError: If the settings cannot be stored or contain an ID that is not in the vocabulary.
@@ -136,7 +136,7 @@ def recognized(path: Path, options: ReadOptions | None = None) -> str:
 
     Args:
         path: File or directory.
-        options: The user's options. State dicts of ``torch.nn.Transformer`` are only recognized if ``options.names`` is
+        options: The user's options. State dicts of ``torch.nn.Transformer`` are recognized only if ``options.names`` is
             set.
 
     Raises:
@@ -258,7 +258,7 @@ def check_empty(directory: Path) -> None:
 
     Raises:
         OSError: If the parent directory does not exist.
-        ValueError: If the path is a file or a directory that is not empty.
+        ValueError: If the path is a file, or if it is a directory that is not empty.
     """
     if not directory.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {directory.parent}")

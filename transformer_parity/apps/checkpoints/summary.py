@@ -107,7 +107,7 @@ def _vocabulary(model: Imported) -> Mapping[str, str | None]:
 
 
 def _some(codes: Sequence[str]) -> str:
-    """Return a text that lists the first language codes and the number of omitted codes."""
+    """Return the first language codes and the number of omitted codes, as text."""
     listed = ", ".join(codes[:MOST_LANGUAGES])
     return f"{listed} and {len(codes) - MOST_LANGUAGES:,} others" if len(codes) > MOST_LANGUAGES else listed
 

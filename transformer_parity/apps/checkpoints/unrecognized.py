@@ -22,7 +22,8 @@ def seen(path: Path) -> tuple[str | None, str]:
         path: File or directory whose format is not recognized.
 
     Returns:
-        The format that the tensor names suggest (or None), and a clause that tells the user what to pass instead.
+        The format that the tensor names suggest, or None if they suggest no format. The second value is the hint,
+        which tells the user what to do.
     """
     if path.is_dir():
         return None, (

@@ -20,7 +20,7 @@ def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
     """Return all datasets in an HDF5 file as a dict from paths within the file to arrays. All datasets must be numeric.
 
     Args:
-        path: File to read. If ``content`` is specified, ``path`` is only used in error messages.
+        path: File to read. If ``content`` is specified, ``path`` is used only in error messages.
         content: Content of the file, if the file is a member of an archive. If None, the file is read from ``path``.
 
     Raises:

@@ -22,7 +22,7 @@ from transformer_spec.files import replacing
 # zip bomb.
 LARGEST_RATIO = 32
 MOST_MEMBERS = 10_000
-SMALL = 2**20  # unpacked size in bytes up to which the ratio is not limited
+SMALL = 2**20  # unpacked size in bytes up to which every ratio is allowed
 KINDS = "fiub"  # supported kinds of dtypes: floating-point numbers, integers, and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -72,7 +72,8 @@ def write(path: str | Path, arrays: Mapping[str, ndarray]) -> None:
     """Write arrays to an uncompressed ``.npz`` file. The write is atomic: an error leaves an existing file unchanged.
 
     The function does not use ``numpy.savez``, because Marian's reader (cnpy) does not support the ZIP64 headers that
-    ``numpy.savez`` writes. The reader also requires sizes in the local ZIP headers and arrays in C order.
+    ``numpy.savez`` writes. The reader also requires that the local ZIP headers contain the sizes of the members, and
+    that the arrays are in C order.
 
     Raises:
         OSError: If the file cannot be written.

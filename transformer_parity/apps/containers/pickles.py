@@ -290,7 +290,8 @@ def _end(content: bytes, path: Path) -> int:
     """
     puts = spent = 0
     marks: list[int] = []
-    stack: list[tuple[int, int]] = []  # nesting depth and number of tuple values of each object on the pickle's stack
+    # For each object on the pickle's stack: the nesting depth of its tuples, and the number of values in its tuples.
+    stack: list[tuple[int, int]] = []
     memo: dict[int, tuple[int, int]] = {}
     try:
         for instruction, argument, at in pickletools.genops(content):

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-# Maximum size in bytes. Settings files contain a few kilobytes. PyYAML parses only about 100 KB per second.
+# Maximum size in bytes. Settings files are a few kilobytes long. PyYAML parses only about 100 KB per second.
 LARGEST = 2**18
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -155,7 +155,7 @@ def attention_weights(
 
 
 def differences(seen: Arrays) -> dict[str, ndarray]:
-    """Return the difference of each backend from the first backend.
+    """Return the difference between each backend's weights and the first backend's weights.
 
     Backends whose weights are bitwise identical to the first backend's weights are omitted.
     """
@@ -188,7 +188,7 @@ def agreement(seen: Arrays) -> str:
 
 
 def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
-    """Replace unspecified options by their defaults.
+    """Set unspecified options to their defaults.
 
     Returns:
         The completed request, and a pair of a source and a target sentence. By default, the included model gets a
@@ -203,7 +203,10 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
 
 
 def _own_translation(source: str, weights: Path) -> str | None:
-    """Translate a sentence with a model. Return None if the file has no vocabulary or the model requires languages."""
+    """Translate a sentence with a model.
+
+    Return None if the file has no vocabulary, or if the model requires language codes.
+    """
     config, _ = ref.load_weights(weights)
     stored = ref.load_vocabulary(weights)
     if stored is None or build_vocabulary(stored, config).needs_direction:

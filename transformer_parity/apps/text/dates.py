@@ -24,8 +24,8 @@ from pathlib import Path
 
 from transformer_spec.checks import check_integer
 
-# A model for this task, trained with `parity train --task dates --backend torch`. The model translates 99.9% of the
-# dates on held-out days correctly.
+# A model for this task, trained with `parity train --task dates --backend torch`. The model correctly translates 99.9%
+# of the held-out dates.
 SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
 
 FIRST, LAST = date(1900, 1, 1), date(2099, 12, 31)

@@ -134,10 +134,10 @@ def _built(kind: str, files: Mapping[str, bytes]) -> Vocabulary:
 
 
 def checked(vocabulary: Vocabulary, source_vocab_size: int, target_vocab_size: int) -> Vocabulary:
-    """Check that a vocabulary has no more IDs than the model, and return the vocabulary.
+    """Check that a vocabulary is not larger than the model's vocabulary sizes, and return the vocabulary.
 
     Raises:
-        ValueError: If the vocabulary has more IDs than the model.
+        ValueError: If the source or target vocabulary is larger than the model's vocabulary size.
     """
     for side, has, needs in zip(
         ("source", "target"), (source_vocab_size, target_vocab_size), vocabulary.sizes, strict=True

@@ -18,7 +18,7 @@ ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U(00[0-9A-Fa-f]{6
 
 
 def read_files(directory: Path, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, bytes]:
-    """Return a dict from file names to the content of files in a directory. Missing optional files are skipped.
+    """Return a dict that maps the name of each file to its content. Missing optional files are skipped.
 
     Raises:
         OSError: If a file is missing or cannot be read.

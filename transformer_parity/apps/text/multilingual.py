@@ -64,9 +64,9 @@ class MultilingualVocabulary(Vocabulary):
     tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
-        files: Dict from file names to the content of the files. The files must include ``tokenizer.json``, or
-            ``sentencepiece.bpe.model`` and, for M2M100, ``vocab.json``. They may include ``tokenizer_config.json`` with
-            Hugging Face's settings.
+        files: Dict from file names to the content of the files. The files must include ``tokenizer.json`` or
+            ``sentencepiece.bpe.model``. With ``sentencepiece.bpe.model``, M2M100 also requires ``vocab.json``. The
+            files may include ``tokenizer_config.json`` with Hugging Face's settings.
         kind: Model family, a key of ``FORMS``.
 
     Raises:
@@ -77,7 +77,7 @@ class MultilingualVocabulary(Vocabulary):
 
     def __init__(self, files: Mapping[str, bytes], kind: str) -> None:
         super().__init__(files)
-        self.kind = kind  # type: ignore[misc]  # this class implements multiple kinds
+        self.kind = kind  # type: ignore[misc]  # this class implements multiple kinds of vocabularies
         self._form = form = FORMS[kind]
         self._settings = {"clean_up_tokenization_spaces": form.tidies, **read_json(files, SETTINGS)}
         names = _languages(str(self._settings.get("language_codes")), form.languages)
@@ -189,7 +189,7 @@ class TokenizerVocabulary(Vocabulary):
         return self._engine.framed(line)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the IDs of a line, including the template's special tokens, all of which the model generates."""
+        """Return the IDs of a line, including the template's special tokens. The model generates all of these IDs."""
         return self._engine.framed(line)
 
     def text(self, ids: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ from transformer_spec.config import TransformerConfig
 
 MAX_SHAPES = 8
 WORTH_A_SHAPE = 0.01  # minimum fraction of the computation per epoch that an additional shape must save
-MAX_BOUNDS = 256  # maximum number of lengths that are considered as the maximum sentence length of a bucket
+MAX_BOUNDS = 256  # maximum number of candidates for the maximum sentence length of a bucket
 
 Numbered = tuple[Sequence[int], Sequence[int]]
 
@@ -181,8 +181,8 @@ class Batches:
 
     def _shuffle(self, epoch: int) -> list[tuple[_Bucket, ndarray]]:
         """Return the batches in an epoch. Each batch consists of a bucket and row indices."""
-        # Shuffle by sorting raw random bits. Unlike the methods of a Generator, raw bits are the same in all NumPy
-        # versions.
+        # Shuffle by sorting raw random bits. These bits are the same in all NumPy versions, but the results of a
+        # Generator's methods may differ.
         bits = np.random.PCG64([self._seed, epoch])
         batches = [
             (bucket, rows)
@@ -248,7 +248,7 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
 
     Args:
         lengths: Source and target lengths, [pairs, 2].
-        tokens_per_batch: Maximum number of positions per batch in the source or the target, whichever is longer.
+        tokens_per_batch: Maximum number of positions per batch. The limit applies to source and target separately.
         multiple: Number by which the number of rows of every batch must be divisible.
     """
     longest = lengths.max(axis=1)

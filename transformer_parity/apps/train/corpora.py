@@ -26,7 +26,7 @@ class Recipe:
         steps: Number of steps.
         tokens_per_batch: Maximum number of positions per batch.
         vocab_size: Number of subwords to learn. If 0, each character is a token.
-        average: Number of checkpoints to average for the final weights, counted from the last checkpoint.
+        average: Number of most recent checkpoints to average for the final weights.
         model: Fields of the model config.
         dropout: Dropout rate.
         training: Fields of the training config.
@@ -167,7 +167,7 @@ def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
 
     Args:
         files: Source file and target file.
-        sentences: Number of pairs to use, counted from the first. If None, all pairs are used.
+        sentences: Number of pairs to use, starting with the first pair. If None, all pairs are used.
 
     Raises:
         OSError: If a file cannot be read.
@@ -182,8 +182,8 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
     Args:
         origin: ``Corpus.origin``, as stored in the checkpoint.
         vocabulary: Subwords stored in the checkpoint.
-        moved: New paths of the text files, with the keys ``files`` and ``held_out``. For a value of None, the paths in
-            ``origin`` are used.
+        moved: New paths of the text files, with the keys ``files`` and ``held_out``. None selects the paths in
+            ``origin``.
 
     Raises:
         KeyError: If an entry is missing from ``origin``.

@@ -85,7 +85,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
 
 
 def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of all backends' losses at a few steps, with their largest relative difference."""
+    """Return a table that shows each backend's loss and the largest relative difference at a few steps."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -29,7 +29,8 @@ def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
 
     Args:
         text: Source file and target file, or None for generated dates.
-        sentences: Number of sentence pairs, counted from the first. If None, the entire text or 1,000 dates are used.
+        sentences: Number of sentence pairs to use, starting with the first pair. If None, the entire text or 1,000
+            dates are used.
 
     Raises:
         OSError: If a file cannot be read.

@@ -125,7 +125,7 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
     """Return the events of a run, sorted by step.
 
     If the run was resumed from a checkpoint that was not the last one, some steps appear twice in the log. For these
-    steps, only the later events are returned.
+    steps, only the events of the resumed run are returned.
 
     Raises:
         OSError: If the log cannot be read.

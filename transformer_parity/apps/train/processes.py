@@ -80,7 +80,9 @@ class Ended:
 
 
 def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> Ended:
-    """Train in the given number of processes, which never run longer than this process.
+    """Train in the given number of child processes.
+
+    The child processes are stopped before this function returns, and also if this process is killed.
 
     Raises:
         UsageError: If the run cannot start or continue, or if a process has failed or was killed.

@@ -37,14 +37,14 @@ LONGER = 10  # maximum number of tokens by which a translation may be longer tha
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of a run and the frequency of validation and checkpoints.
+    """The length of a run, and how often it validates and saves checkpoints.
 
     Attributes:
         steps: Number of steps.
         validate_every: Number of steps between two validations.
         save_every: Number of steps between two checkpoints.
         keep: Maximum number of checkpoints to keep. The oldest checkpoints are deleted first.
-        average: Number of checkpoints to average for the final weights, counted from the last checkpoint.
+        average: Number of most recent checkpoints to average for the final weights.
     """
 
     steps: int
@@ -132,8 +132,8 @@ class TrainingRun:
         self.seconds = seconds  # training time in seconds, including time before the run was resumed
         self._began = self.step  # first step of this run, which is not 0 in a resumed run
         self._saved: int | None = None  # step of the last checkpoint that this run wrote
-        self._step_seconds = PATIENCE  # average time per step between the last two reads of losses, in seconds
-        # The next step at which the processes agree on whether to stop, and the result of the last such exchange.
+        self._step_seconds = PATIENCE  # average time per step in seconds, measured when losses were last read
+        # The next step at which the processes agree on whether to stop, and their latest decision.
         self._ask_at, self._stopping = 0, False
 
     @property

@@ -32,7 +32,7 @@ class Setup:
         config: Config of the model.
         settings: Settings of the trainer.
         weights: Initial weights, one array per canonical name.
-        plan: Length of the run and frequency of validation and checkpoints.
+        plan: Length of the run, and how often to validate and to save a checkpoint.
         tokens_per_batch: Maximum number of positions per batch.
         seed: Random seed for weights, batches, and dropout.
         state: Optimizer state of a resumed run, or None.
@@ -74,7 +74,7 @@ class Setup:
         validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
         positions = max(rows * max(widths) for rows, *widths in batches.shapes) // micro_batches
         layers = self.config.num_encoder_layers + self.config.num_decoder_layers
-        # Estimated number of activations per position that are stored for the backward pass.
+        # Estimate of how many activations are stored per position for the backward pass.
         kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)
         check_memory(4 * positions * kept, f"a batch of {self.tokens_per_batch:,} tokens")
         batches.seek(self.position)
@@ -154,11 +154,11 @@ def resume(
         directory: Output directory of the resumed run.
         steps: New total number of steps, or None to use the number in the checkpoint.
         plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.
-        moved: New paths of the run's text, with the keys ``files`` and ``held_out``. For a value of None, the paths in
-            the checkpoint are used.
+        moved: New paths of the run's text files, with the keys ``files`` and ``held_out``. None selects the paths in
+            the checkpoint.
 
     Raises:
-        OSError: If the checkpoint does not exist or the run's text cannot be read.
+        OSError: If the checkpoint does not exist or the run's text files cannot be read.
         ValueError: If the checkpoint is damaged or was not written by a run, if the text has changed, if the run is
             complete, or if the output directory contains later checkpoints of the run.
     """

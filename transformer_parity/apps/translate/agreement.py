@@ -1,4 +1,4 @@
-"""Comparison of multiple backends' translations of a line."""
+"""Comparison of how multiple backends translate a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 
 @dataclass(frozen=True)
 class TranslationComparison:
-    """The comparison of multiple backends' translations of a line.
+    """The comparison of how multiple backends translate a line.
 
     Attributes:
         line: Line that was translated.

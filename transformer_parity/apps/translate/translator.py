@@ -117,7 +117,7 @@ class Translator:
             batches = iter(self._batches([line for line in window if line.can_be_translated]))
             for line in window:
                 if line.can_be_translated and line.number not in found:
-                    batch = next(batches)  # includes this line, because the batches are sorted by their first line
+                    batch = next(batches)  # this batch contains the line, because batches are sorted by first line
                     results = search(pad([member.ids for member in batch], self.config))
                     found |= zip((member.number for member in batch), results, strict=True)
                 yield line, found.pop(line.number, None)

@@ -22,7 +22,7 @@ from transformer_parity.engine.processes.silence import Silence
 from transformer_parity.engine.system.errors import printable
 
 PATIENCE = 10.0  # seconds to wait for a process to exit by itself
-GRACE = 0.5  # seconds in which the descendants of an exited process can remove shared resources and exit
+GRACE = 0.5  # seconds that the descendants of an exited process have to remove shared resources and exit
 # Seconds to wait for more messages after a process has exited. Other processes may keep the pipe of the process open,
 # and reading takes longer on a busy machine.
 READ = 5.0
@@ -32,8 +32,8 @@ WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interr
 
 
 def _widen(pipe: Any) -> None:
-    """Increase a pipe's buffer to halve the time needed to read hundreds of megabytes."""
-    with suppress(ImportError, AttributeError, OSError):  # only Linux supports it, and user limits apply
+    """Increase the size of a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
+    with suppress(ImportError, AttributeError, OSError):  # only Linux supports this, and limits per user may prevent it
         import fcntl
 
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
@@ -94,7 +94,7 @@ class Child:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``receive`` returns or raises immediately, because there is a message or the process has exited."""
+        """Whether ``receive`` doesn't need to wait: a message is available, or the process has exited."""
         return bool(self._received) or self._has_ended
 
     def receive(self) -> Any:

@@ -132,8 +132,8 @@ class Children:
 
         Args:
             members: The children to listen to. The caller may change the collection after every message.
-            patience: Seconds of silence, not including time spent waiting for a CPU core, after which a child is
-                stopped.
+            patience: Number of seconds without a message after which a child is stopped. The time that the child
+                spends waiting for a CPU core is excluded.
             seconds: The maximum total time to listen, in seconds.
             pulse: A function to call multiple times per second. If it raises an exception, the iteration ends.
         """
@@ -174,7 +174,10 @@ class Children:
             return error
 
     def _tell(self, line: str) -> None:
-        """Notify the watching process of a started or stopped child, so that it can kill orphaned children."""
+        """Notify the watching process that a child was started or has exited.
+
+        The watching process kills all children that are still running after this process has exited.
+        """
         if self._watch.stdin is None:
             raise ValueError("the process has no standard input")
         with suppress(OSError):

@@ -22,7 +22,7 @@ MOST_PRINTED = 2**16  # maximum number of bytes that a wrapper may print
 
 
 def parts(message: Any) -> list[Any]:
-    """Return the parts of a message: bytes, and the memory of its arrays."""
+    """Return the parts of a message: a header with their lengths, the pickled message, and its arrays' buffers."""
     buffers: list[pickle.PickleBuffer] = []
     content = [pickle.dumps(message, 5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
     lengths = (len(content), *map(len, content))
@@ -39,7 +39,10 @@ def receive(stream: IO[bytes]) -> Any:
 
 
 class NoStartError(Exception):
-    """The stream starts with too much text, or with binary data. The error message is the first line of the text."""
+    """The stream starts with binary data, or with more than ``MOST_PRINTED`` bytes of text.
+
+    The error message is the first line of the text.
+    """
 
 
 def skip_to_start(stream: IO[bytes]) -> None:
@@ -47,7 +50,7 @@ def skip_to_start(stream: IO[bytes]) -> None:
 
     Raises:
         EOFError: If the stream ends before the first message.
-        NoStartError: If too much text, or binary data, precedes the first message.
+        NoStartError: If binary data, or more than ``MOST_PRINTED`` bytes of text, precede the first message.
     """
     text = bytearray()
     while (byte := stream.read(1)) not in (b"", START[:1]) and len(text) < MOST_PRINTED:
@@ -141,6 +144,6 @@ class Parent:
         self._replies.flush()
 
     def _leave_if_forked(self) -> None:
-        """Exit if ``os.fork`` created this process, because two processes would send every message twice."""
+        """Exit if ``os.fork`` created this process. Otherwise, every message would be sent twice."""
         if os.getpid() != self._pid:
             os._exit(1)

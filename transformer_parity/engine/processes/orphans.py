@@ -1,4 +1,4 @@
-"""A watching process, which kills the child processes of its parent process after the parent has exited.
+"""A watching process that kills the child processes of its parent process after the parent has exited.
 
 A thread in each child couldn't do this reliably, because compiled code may hold the global interpreter lock. On Linux,
 ``PR_SET_PDEATHSIG`` would kill a child, but it would neither kill the child's descendants nor remove the directory.
@@ -43,7 +43,7 @@ def end_all(leader: int) -> None:
 
 
 def watch(directory: str) -> None:
-    """Read from standard input which children are running. At the end of input, kill them and remove a directory.
+    """Track the running children via standard input. At the end of input, kill these children and remove a directory.
 
     Args:
         directory: The directory to remove.

@@ -34,7 +34,10 @@ class FromSource(SourceFileLoader):
     """A loader that compiles a module from its source and ignores cached bytecode."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """Raise an error. Without the size and time of the source file, Python neither reads nor writes bytecode."""
+        """Raise an error, so that Python neither reads nor writes bytecode.
+
+        Python uses bytecode only if it can get the size and the modification time of the source file.
+        """
         raise OSError(f"the bytecode of {path} is not cached")
 
 
@@ -149,7 +152,7 @@ def files_elsewhere() -> dict[str, str]:
 
 
 def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each package or module in an environment from ``files_elsewhere``.
+    """Return a line for each package or module that ``files_elsewhere`` has recorded in an environment.
 
     For a package, only its top-level module gets a line.
     """
@@ -179,7 +182,7 @@ def _asked(finders: Sequence[Any], name: str, path: Sequence[str] | None, target
 
 
 def _place(spec: ModuleSpec | None) -> str:
-    """Return the directory of a package or the file of a module; empty if there is no file."""
+    """Return the directory of a package or the file of a module, or an empty string if there is no file."""
     if spec is None or not spec.has_location or spec.origin is None:
         return ""
     return spec.origin if spec.submodule_search_locations is None else os.path.dirname(spec.origin)

@@ -30,12 +30,12 @@ class Silence:
         self._heard = True
 
     def count(self, interval: float) -> float:
-        """Return the seconds of silence, including the time since the last measurement.
+        """Return the number of seconds without a message, including the time since the last measurement.
 
         Args:
-            interval: Minimum seconds between two measurements, which must be much longer than a tick of the CPU time
-                clock. If the time between two measurements is longer than twice the interval, this process itself was
-                suspended. Therefore, each measurement adds at most twice the interval to the result.
+            interval: Minimum number of seconds between two measurements. It must be much longer than a tick of the CPU
+                time clock. If the time between two measurements is longer than twice the interval, this process itself
+                was suspended. Therefore, each measurement adds at most twice the interval to the result.
         """
         if time.monotonic() - self._last[0] < interval:
             return 0.0 if self._heard else self._seconds

@@ -13,7 +13,8 @@ from transformer_parity.engine.report.tree import block_of
 from transformer_parity.engine.style import BACKENDS
 
 Result = Mapping[str, Any]
-# Upper ends of the steps of a logarithmic color scale, as fractions of the tolerance. Values up to 1 agree.
+# Upper ends of the steps of a logarithmic color scale for the ratio of error to tolerance. If the ratio is at most 1,
+# the tensors agree.
 STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
 STEP_NAMES = ("exact", "≤ 1%", "≤ 10%", "≤ 100%", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
 WIDTH, HEIGHT = 960, 300  # size of the plot in pixels
@@ -33,7 +34,7 @@ class Cell:
 
 @dataclass
 class TapRow:
-    """A tap, with one cell per column, or None if the port of the column doesn't have the tap."""
+    """A tap and its cells, one per column, with None for each port that doesn't have the tap."""
 
     tap: str
     block: str
@@ -115,7 +116,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
 
 
 def _step(value: float | str) -> int:
-    """Return the step on the color scale for a fraction of the tolerance; NaN gets the last step."""
+    """Return the index of the color-scale step for a ratio of error to tolerance. For NaN, return the last step."""
     return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
 
 

@@ -16,7 +16,7 @@ TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "ra
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
-    """Return the number of comparisons and skips, and lists of all failures, skips, and near-ties."""
+    """Return the numbers of comparisons and skips, a summary, and lists of all failures, skips, and near-ties."""
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     return {

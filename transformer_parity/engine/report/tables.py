@@ -27,7 +27,7 @@ class Compiled(Protocol):
 
 
 def print_line(console: Console, word: str, style: str, said: str) -> None:
-    """Print a label and a text from a port or a file as one line.
+    """Print a label, followed by text from a port or a file, on a single line.
 
     Line breaks in the text are replaced with spaces, so that a port can't print lines that look like lines of the
     report.
@@ -103,7 +103,7 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
-    """Print a line for each request that was not compared, and for each entry of ``not_tested``."""
+    """Print a line for each requested comparison that was not made, and for each entry of ``not_tested``."""
     for what in verdict.missing:
         print_line(console, "MISSING  ", STYLES[FAILED], f" {what}")
     for what in not_tested:

@@ -90,7 +90,7 @@ def first_places(marks: Iterable[Mark]) -> dict[str, int]:
 
 
 def print_blame(console: Console, blame: Blame) -> None:
-    """Print the tree of a model's blocks. Correct parts take one line, and parts with differences are expanded.
+    """Print the tree of a model's blocks. A part is expanded only if it contains differences.
 
     Args:
         console: The console to print to.
@@ -116,7 +116,10 @@ def print_blame(console: Console, blame: Blame) -> None:
 
 
 def _shortened(node: Node) -> Node:
-    """Merge a node with its part if the node has only one part. For example, merge a norm with its output."""
+    """Merge a node with its part if the node has only one part and this part is a leaf.
+
+    For example, merge ``self_attention_norm`` and ``output`` into ``self_attention_norm.output``.
+    """
     node.parts = [_shortened(part) for part in node.parts]
     if len(node.parts) == 1 and node.parts[0].mark is not None:
         return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)

@@ -32,7 +32,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions of the given types, which indicate unusable input in this block, to a UsageError.
+    """Convert exceptions of the given types to a UsageError, because they indicate unusable input in this block.
 
     Exceptions of other types indicate a bug in the program, and keep their traceback.
 

@@ -42,7 +42,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which then replaces ``path``. The replacement survives a power failure."""
+    """Yield the path of a temporary file, which then replaces ``path``.
+
+    The new file and its directory entry are synced to disk, so that the old file can't reappear after a power failure.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary

@@ -20,7 +20,10 @@ INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # valu
 
 
 def needs() -> str:
-    """Return a message that lists the required packages that aren't installed; empty if all are installed."""
+    """Return a message that lists the required packages that aren't installed.
+
+    If all packages are installed, return an empty string.
+    """
     missing = ", ".join(name for name in LIBRARIES if find_spec(name) is None)
     return missing and f"requires packages that are not installed ({missing}): pip install '{DISTRIBUTION}[cli]'"
 

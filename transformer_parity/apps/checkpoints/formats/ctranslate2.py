@@ -198,7 +198,10 @@ def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool
 
 
 def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
-    """Return the config fields for the positional encoding, which is learned if the tables do not match sinusoids."""
+    """Return the config fields for the positional encoding.
+
+    If the file contains position tables that do not match any sinusoids, the encoding is learned.
+    """
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     held = [name for name in names if name in tensors]
     if not held:  # without tables, CTranslate2 computes the same sinusoids as OpenNMT-tf

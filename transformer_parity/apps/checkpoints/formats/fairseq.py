@@ -82,7 +82,7 @@ for _path, _prefix in (
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a file contains a model and its command-line options."""
+    """Return whether a file contains a model and the command-line options of fairseq."""
     if not path.is_file() or path.suffix != ".pt":
         return False
     try:
@@ -176,7 +176,9 @@ def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tuple[TransformerConfig, tuple[str, ...]]:
-    """Return the config of a model. The tensors determine the sizes and which embeddings are tied.
+    """Return the config of a model.
+
+    The tensors determine the vocabulary sizes, ``d_model``, ``d_ff``, and ``tie_embeddings``.
 
     Returns:
         The config and the notes, which are empty unless the options contradict the tensors.

@@ -1,8 +1,8 @@
 """Hugging Face directories with config.json, generation_config.json, and weights in safetensors or PyTorch files.
 
 The class of a model, not its config.json, determines conventions such as the order of the norms.
-``huggingface_families`` lists the conventions of each class. The tensors determine which embeddings are tied, because
-the flags in some published checkpoints contradict the tensors.
+``huggingface_families`` lists the conventions of each class. ``tie_embeddings`` is inferred from the tensors, because
+the flags in some published checkpoints do not match their tensors.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Family(NamedTuple):
         preset: Name of the preset in this project.
         title: Prefix of the family's class names.
         defaults: Default values that differ from ``DEFAULTS``.
-        flags: Flags that older releases wrote to config.json and that the current classes ignore. Each flag has the
-            value that describes the behavior of the current classes.
+        flags: Flags that older releases wrote to config.json and that the current classes ignore. The values of the
+            flags describe how the current classes behave.
         behind_padding: Whether the position IDs start after the padding ID.
     """
 

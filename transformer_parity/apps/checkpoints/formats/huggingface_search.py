@@ -12,7 +12,7 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 NEW_TOKENS = 20  # maximum number of new tokens if no maximum length is specified (transformers 5)
-# Settings without an equivalent in this project, and the values that disable each setting.
+# Settings without an equivalent in this project, with the values that disable them.
 UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (None, False),
     "num_beam_groups": (None, 1),
@@ -28,7 +28,7 @@ UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "remove_invalid_values": (None, False),
 }
 INTEGERS = ("num_beams", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size")
-# Stop rule for each value of early_stopping.
+# Stopping rule for each value of early_stopping.
 STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}
 LONGEST = 512  # max_length to write if the search limits the length relative to the source; includes the BOS token
 

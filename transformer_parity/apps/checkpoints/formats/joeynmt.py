@@ -67,7 +67,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a checkpoint and its settings.
+    """Read a model from a checkpoint and the settings file in the same directory.
 
     Raises:
         OSError: If a file is missing or cannot be read.
@@ -91,7 +91,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a model. The tensors determine the sizes and which embeddings are tied.
+    """Return the config of a model.
+
+    The tensors determine the vocabulary sizes, ``d_model``, ``d_ff``, the number of layers, and ``tie_embeddings``.
 
     Raises:
         ValueError: If the model is not supported or a tensor that determines a size is missing.

@@ -188,7 +188,9 @@ def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config, based on the tensor shapes and the fields from the model's description or the user.
+    """Return the config, based on the shapes of the tensors and on the fields in ``said``.
+
+    ``said`` contains fields from the model's description and from the user.
 
     Raises:
         TypeError: If a field has the wrong type.

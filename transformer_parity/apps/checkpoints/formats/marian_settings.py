@@ -114,7 +114,7 @@ def _norm_order(settings: Mapping[str, Any]) -> str:
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> TransformerConfig:
     """Return the config of a model to which no padding token has been appended yet.
 
-    The tensors determine the sizes and which embeddings are tied.
+    The tensors determine the vocabulary sizes, ``d_model``, ``d_ff``, and ``tie_embeddings``.
 
     Raises:
         ValueError: If a tensor that determines a size is missing or the options are invalid.
