@@ -12,6 +12,7 @@ from transformer_parity.transformer.bugs.bug import (
     SOURCE,
     TARGET,
     Bug,
+    Edit,
     Edits,
     but,
     changed,
@@ -25,7 +26,11 @@ from transformer_parity.transformer.bugs.bug import (
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 # Condition under which the PyTorch package rejects a tied output projection.
-OTHER_TABLE = "output.embedding not in model.target_embedding.modules()"
+# Edits that disable PyTorch's check of a tied output projection.
+WITHOUT_CHECK_OF_TIE: dict[str, list[Edit]] = {
+    **{port: [] for port in FOUR},
+    "torch": [("weights", "output.embedding not in model.target_embedding.modules()", "False")],
+}
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # this text occurs in the forward pass but not in the decoding step
 UNMASKED = "    if mask is None:"
@@ -328,7 +333,7 @@ EDGES = [
                 "output tied to the source embedding": but(
                     together(
                         instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
-                        {port: [] for port in FOUR} | changed("weights", torch=(OTHER_TABLE, "False")),
+                        WITHOUT_CHECK_OF_TIE,
                     ),
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
                 )
