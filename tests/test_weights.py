@@ -181,6 +181,9 @@ def broken_weights():
     nan[3, 5], infinite[:2, 7] = np.nan, -np.inf
     without = {name: array for name, array in weights.items() if name != NAME}
     yield "missing", ValueError, f"{fit} missing {NAME} [24, 40]", without
+    named = {f"model.{name}": array for name, array in weights.items()}
+    message = "weights must have canonical names: got model.source_embedding.table; model.encoder.layers.0"
+    yield "other names", ValueError, message, named
     yield "extra", ValueError, f"{fit} unexpected extra.bias [3]", {**weights, "extra.bias": np.ones(3)}
     yield "renamed", ValueError, f"{fit} missing {NAME} [24, 40]; unexpected x [1]", {**without, "x": np.ones(1)}
     shape = f"{fit} {NAME} must have shape [24, 40]: got"

@@ -134,6 +134,11 @@ def check_weights(
     shapes = parameter_shapes(config, part)
     others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
     unknown = [name for name in weights if name not in shapes and not name.startswith(others)]
+    if unknown and shapes.keys().isdisjoint(weights):
+        raise ValueError(
+            f"{what} must have canonical names: got {some(unknown)}; use export_weights(), or convert a checkpoint "
+            "of a different program with `parity import`"
+        )
     problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
     problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in unknown]
     for name, shape in shapes.items():
