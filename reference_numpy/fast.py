@@ -289,7 +289,7 @@ class FastAdam(Adam):
 
 
 def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
-    """Split arrays that have the same shape into groups of rows, and yield corresponding groups."""
+    """Split arrays of the same shape into groups of rows. Yield one list of corresponding groups at a time."""
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]

@@ -62,7 +62,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
-    """Yield the rows of each shard of each micro-batch, and the random generator for dropout in this shard."""
+    """For each shard of each micro-batch, yield the shard's rows and its random generator for dropout."""
     check_choice("dropout", trainer.dropout, DROPOUTS)
     entropy = random_stream(*(check_integer(name, getattr(trainer, name), minimum=0) for name in ("seed", "step")))
     plan, micro_batches = trainer.plan, trainer.settings.accumulation_steps

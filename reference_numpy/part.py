@@ -94,8 +94,8 @@ class Part:
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
-                ``precision`` is unknown.
+            ValueError: If the weights don't match the config or overflow the model's dtype, or if ``dtype``,
+                ``device``, or ``precision`` is unknown.
         """
         check_placement(dtype, device)
         if precision is not None:
@@ -127,7 +127,7 @@ class Part:
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+            ValueError: If the file is not a valid weight file, its weights overflow the model's dtype, or ``dtype``,
                 ``device``, or ``precision`` is unknown.
         """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)

@@ -134,7 +134,7 @@ WRONG = {
         (both(alpha=1.2), "model.encoder.alpha and model.decoder.alpha in config.yaml must be 1.0: got 1.2"),
         (both(type="recurrent"), "model.decoder.type in config.yaml must be 'transformer': got 'recurrent'"),
         (both(activation="tanh"), "activation in config.yaml must be one of relu, gelu, swish: got 'tanh'"),
-        (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' or 'post' in both stacks: got None"),
+        (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' in both stacks or 'post' in both stacks: got"),
         (
             lambda s, _: s["model"]["decoder"].update(layer_norm="pre"),
             "layer_norm in config.yaml must be the same for the encoder",

@@ -56,7 +56,7 @@ class HasMatmuls(Protocol):
 class Matmuls(TimedImplementation):
     """A baseline that runs only the matmuls of a workload in NumPy.
 
-    The time of this baseline is a lower bound for the time of the reference.
+    The time of this baseline is a lower bound for the reference's time.
     """
 
     name: str = "matmuls"

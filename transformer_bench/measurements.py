@@ -30,7 +30,7 @@ class Entry:
         name: The name shown in tables.
         has_result: Whether the implementation returns a result to verify. A baseline doesn't return a result.
         verdict: AGREES if all results so far agree with the reference.
-        problem: The reason why a result doesn't agree, or why the implementation couldn't be timed.
+        problem: The reason why a result doesn't agree with the reference, or why the implementation couldn't be timed.
         near_ties: A description of the tokens that differ only because of rounding.
         environment: The versions, devices, and settings in the implementation's process.
         first_seconds: The duration of the first call in seconds, including compilation.

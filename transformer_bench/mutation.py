@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", type=Path, metavar="FILE", help="also write a summary of all results and the machine as JSON"
     )
     parser.add_argument(
-        "--only", metavar="FILE", type=Path, help="run only the mutants that survive in this results file"
+        "--only", metavar="FILE", type=Path, help="run only the mutants that survived according to this results file"
     )
     options = parser.parse_args(arguments)
     check_installed(options.backends)

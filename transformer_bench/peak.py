@@ -30,8 +30,9 @@ class Peak:
 
     Attributes:
         rates: The throughput of a large matmul with each library, in operations per second.
-        bandwidths: The memory bandwidth with each library, in bytes per second. The bandwidth is measured by reading as
-            many bytes as the weights of the workload occupy, so the data may come from a cache.
+        bandwidths: The memory bandwidth with each library, in bytes per second. The benchmark measures it by reading as
+            many bytes as the workload's weights occupy. If these bytes fit in a cache, the result is the bandwidth of
+            the cache.
         libraries: A description of each matmul library.
     """
 

@@ -33,7 +33,7 @@ class Setting:
         backends: The backends of the packages to time.
         peers: Whether to also time the compiled modes of the packages, and implementations from other projects.
         threads: The number of threads of each implementation.
-        rounds: The number of timed calls of each implementation; 0 to only compute the costs of plans.
+        rounds: The number of timed calls to each implementation; 0 to only compute the costs of plans.
         plans: The parallelism plans. The training of each package is also timed with each plan.
     """
 

@@ -21,7 +21,7 @@ from transformer_spec.search import SearchResult
 
 
 class Verifier(Protocol):
-    """Compares the results of implementations with the results of the reference."""
+    """Compares the implementations' results with the reference's results."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
         """Return a description of the near-ties at which a result differs from the reference; empty if none exist.
@@ -69,7 +69,7 @@ class ForwardVerifier:
 
 
 class TrainVerifier:
-    """Compare losses with the losses of the reference's float64 trainer.
+    """Compare losses with the float64 losses of the reference's trainer.
 
     This trainer runs a step only when the loss of the step is needed. With dropout, each implementation drops different
     elements, so losses may differ from the reference by a few percent.
@@ -102,9 +102,9 @@ class TrainVerifier:
 class DecodeVerifier:
     """Compare tokens and scores with the reference's search in float64.
 
-    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees under two conditions: its
-    tokens differ from the tokens of the reference only at near-ties, and its scores match the scores that the reference
-    computes for the same tokens, within the tolerance of ``parity check --stage decode``.
+    For bfloat16, the reference's weights are first rounded to bfloat16. A result agrees with the reference under two
+    conditions: its tokens differ from the reference's tokens only at near-ties, and its scores match the scores that
+    the reference computes for the same tokens, within the tolerance of ``parity check --stage decode``.
     """
 
     def __init__(self, work: DecodeWork, weights: Mapping[str, ndarray]) -> None:

@@ -113,8 +113,8 @@ class Part(nnx.Module):
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
-            ValueError: If the weights don't match the config or overflow the dtype, if ``dtype``, ``device``, or
-                ``precision`` is unknown, or if a subclass adds variables, because loading doesn't initialize them.
+            ValueError: If the weights don't match the config or overflow the model's dtype, if ``dtype``, ``device``,
+                or ``precision`` is unknown, or if a subclass adds variables, because loading doesn't initialize them.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
         dtype, place = to_dtype(dtype), to_device(device)
@@ -163,7 +163,7 @@ class Part(nnx.Module):
         Raises:
             OSError: If the file can't be read.
             TypeError: If ``rngs`` has the wrong type.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+            ValueError: If the file is not a valid weight file, its weights overflow the model's dtype, or ``dtype``,
                 ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
@@ -176,7 +176,7 @@ class Part(nnx.Module):
 
         Raises:
             ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
-                variable of the forward pass has no canonical name, or the model contains only shapes.
+                variable of the forward pass has no canonical name, or the parameters have only shapes and no values.
         """
         return get_weights(self)
 

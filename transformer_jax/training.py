@@ -104,8 +104,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Raises:
         TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
         ValueError: If the IDs have the wrong shape or are outside the vocabulary, if a trainable parameter has no
-            canonical name, if two names refer to the same parameter, or if the model is an ensemble or contains only
-            shapes.
+            canonical name, or if two names refer to the same parameter. This error is also raised if the model is an
+            ensemble, or if its parameters have only shapes and no values.
     """
     check_model(model)
     check_layers(model)
@@ -145,8 +145,8 @@ class Trainer:
         TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
         ValueError: If the parameters are neither all in float32 nor all in float64, if mixed precision is combined with
             float64, or if the mesh can't divide the model. This error is also raised if a parameter or another variable
-            has no canonical name, if two names refer to the same parameter, if the model is an ensemble or contains
-            only shapes, or if another value is invalid.
+            has no canonical name, if two names refer to the same parameter, if the model is an ensemble, if its
+            parameters have only shapes and no values, or if another value is invalid.
         RuntimeError: If the model is in float64 and ``jax_enable_x64`` is off.
     """
 

@@ -61,7 +61,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     Raises:
         ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
-            variable of the forward pass has no canonical name, or the model contains only shapes.
+            variable of the forward pass has no canonical name, or the parameters have only shapes and no values.
     """
     check_layers(model, adapters=True)
     return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}
@@ -83,8 +83,8 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
     Raises:
         ValueError: If a layer belongs to a class that may use additional parameters, if a parameter or another variable
             of the forward pass has no canonical name, or if two canonical names refer to the same parameter. This error
-            is also raised if the output projection is tied but doesn't use the embedding matrix, or if the model
-            contains only shapes.
+            is also raised if the output projection is tied but doesn't use the embedding matrix, or if the parameters
+            have only shapes and no values.
     """
     adapted: set[int] = set()  # parameters of adapters
     first_names: dict[int, str] = {}
@@ -140,7 +140,7 @@ def check_loaded(model: Model) -> None:
 
 
 def one_dtype(parameters: Mapping[str, Array]) -> str:
-    """Return the dtype of all parameters. Raise a ValueError if the parameters have different dtypes."""
+    """Return the dtype that all parameters share. Raise a ValueError if the parameters have different dtypes."""
     names = sorted({array.dtype.name for array in parameters.values()})
     if len(names) > 1:
         raise ValueError(

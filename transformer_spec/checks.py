@@ -244,7 +244,10 @@ def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
     places, beam_size = np.arange(hypotheses), hypotheses // sequences
     if moved := np.flatnonzero(np.asarray(rows) // beam_size != places // beam_size).tolist():
         got = f"got row {np.asarray(rows)[moved[0]]} for row {moved[0]}"
-        raise ValueError(f"rows must not move hypotheses to a different sequence: {got}; create a new cache instead")
+        raise ValueError(
+            f"rows must replace each hypothesis with one of the same sequence: {got}; to reorder sequences, create a "
+            "new cache"
+        )
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
@@ -276,7 +279,7 @@ def check_attention(query: Shape, key: Shape, value: Shape) -> None:
         value: Shape [batch, heads, M, d_v].
 
     Raises:
-        ValueError: If the shapes don't match.
+        ValueError: If the shapes of the arguments don't match.
     """
     for name, shape in (("query", query), ("key", key), ("value", value)):
         if len(shape) != 4:

@@ -166,7 +166,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
     Raises:
         TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.
         ValueError: If the step or the seed is negative, if a moment is missing, is unexpected, is not finite, has the
-            wrong shape, or overflows the dtype, or if a second moment is negative.
+            wrong shape, or overflows ``dtype``, or if a second moment is negative.
     """
     check_type("state", state, TrainingState)
     check_integer("step", state.step, minimum=0)
@@ -186,7 +186,7 @@ def check_float_dtype(dtype: DTypeLike) -> str:
     """Return the name of a dtype in which weights can be stored, such as float16.
 
     Raises:
-        ValueError: If the dtype is not in ``FLOAT_DTYPES``.
+        ValueError: If ``dtype`` is not in ``FLOAT_DTYPES``.
     """
     name: Any = dtype
     with suppress(TypeError):  # not a dtype of NumPy
@@ -199,7 +199,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """Return a C-contiguous copy of an array, converted to ``dtype``.
 
     Raises:
-        ValueError: If a finite value overflows the dtype.
+        ValueError: If a finite value overflows ``dtype``.
     """
     with np.errstate(over="ignore", under="ignore"):
         copy = np.array(array, dtype=dtype, order="C")

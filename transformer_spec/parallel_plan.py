@@ -173,7 +173,7 @@ def fsdp_axis(name: str, shape: tuple[int, ...], fsdp: int) -> int | None:
 def spread(
     ids: Int[ndarray, "B L"], micro_batches: int, shards: int, pad_id: int
 ) -> Int[ndarray, "micro_batches shards R L"]:
-    """Return the rows of each shard of each micro-batch, in order.
+    """Divide a batch into micro-batches, and each micro-batch into shards. Return the rows of all shards in order.
 
     The batch is divided into micro-batches first, so the micro-batches don't depend on the plan. If the rows of a
     micro-batch can't be divided equally among the shards, padding rows are added at the end of the micro-batch.

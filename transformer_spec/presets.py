@@ -81,7 +81,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "eos_id": 1,
         "label_smoothing_kind": "off_target_and_pad",
     },
-    # The defaults of torch.nn.Transformer: post-norm with a final norm. Users add the embeddings and the output layer.
+    # The defaults of torch.nn.Transformer: post-norm with a final norm. This class contains neither embeddings nor an
+    # output layer.
     "torch": {
         "final_norm": True,
         "layer_norm_epsilon": 1e-5,
@@ -120,8 +121,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Compared with this preset, Flax stores embedding weights that are sqrt(d_model) times larger,
-    # and divides the logits by sqrt(d_model).
+    # Flax's WMT example. Compared with a model that uses this preset, the embedding weights in Flax's checkpoints are
+    # sqrt(d_model) times larger. Flax divides the logits by sqrt(d_model).
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,

@@ -331,7 +331,7 @@ class Search:
         return prefix if (prefix != config.pad_id).any() else ()
 
     def _limits(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> Int[ndarray, " B"]:
-        """Return the maximum length of the hypotheses of each sequence."""
+        """Return the maximum hypothesis length for each sequence."""
         if self.max_length is None:
             limits = self.rules.max_lengths(source_mask.sum(1))
             if config.max_positions is not None:

@@ -94,7 +94,7 @@ class Recorder(dict[str, Any]):
         self.replace = dict(replace or {})
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Store the value if its name matches, and return the value or its replacement.
+        """Store the value if its name matches a pattern, and return the value or its replacement.
 
         Args:
             name: Name of the tap.

@@ -203,7 +203,8 @@ class Block(Configured, keras.layers.Layer):
         available, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
         # The recomputation must sample the same dropout masks as the call. Therefore, both start from the states that
-        # the random generators had before the call. With Keras' RematScope, the masks would differ.
+        # the random generators had before the call. With Keras' RematScope, the recomputation would sample different
+        # masks.
         states = seed_states(self)
         seeds = [state.value for state in states]
         later: list[Any] = []

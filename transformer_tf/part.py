@@ -127,8 +127,8 @@ class Part(Configured, keras.Model):
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
-                ``precision`` is unknown.
+            ValueError: If the weights don't match the config or overflow the model's dtype, or if ``dtype``,
+                ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         policy, device = to_policy(dtype), to_device(device)
@@ -186,7 +186,7 @@ class Part(Configured, keras.Model):
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+            ValueError: If the file is not a valid weight file, its weights overflow the model's dtype, or ``dtype``,
                 ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
@@ -246,7 +246,7 @@ class Part(Configured, keras.Model):
     _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
-        """Check and return the arguments of a call of the full model, keyed by name."""
+        """Check and return the arguments of a call to the full model, keyed by name."""
         if source_ids is ... or target_ids is ...:
             missing = "source_ids" if source_ids is ... else "target_ids"
             raise TypeError(

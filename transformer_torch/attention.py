@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: If the mask is not boolean.
-        ValueError: If the shapes don't match.
+        ValueError: If the shapes of the arguments don't match.
 
     Taps:
         scores: Scaled scores, before the mask.

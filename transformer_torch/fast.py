@@ -64,7 +64,10 @@ class FastSinusoidalPosition(SinusoidalPosition):
         self._fill()
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` plus the encoding of each position. If dtype and device match, use the cached vectors."""
+        """Return ``x`` plus the encoding of each position.
+
+        The cached vectors are used only if they have the dtype and device of ``x``.
+        """
         if x.dtype == self.table.dtype and x.device == self.table.device:
             return super().forward(x)
         return x + super().vectors(x.shape[1]).to(x)
@@ -76,7 +79,7 @@ class FastSinusoidalPosition(SinusoidalPosition):
         return self.table[:length]
 
     def _apply(self, fn, recurse=True):
-        """Recompute the cached vectors if the dtype or device changes, because casting rounded vectors is inexact."""
+        """Recompute the cached vectors if their dtype or device changes, because casting rounded vectors is inexact."""
         super()._apply(fn, recurse)
         self._fill()
         return self
@@ -166,7 +169,7 @@ def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a call of the module runs a user's hook or a replaced ``forward`` method."""
+    """Return whether calling the module runs a user's hook or a replaced ``forward`` method."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if hook is not _mark_masks]
     return bool(hooks or module._forward_hooks or "forward" in vars(module))
 
@@ -214,11 +217,11 @@ def _inference_twin(module):
 def _lay_out_for_few_rows(model, rows):
     """Give each linear layer of a decoding step a copy of its weight in a layout that is fast for few rows.
 
-    A decoding step has one row per hypothesis, so it spends most of its time reading weights. BLAS reads a transposed
-    matrix slowly. On a Xeon processor, oneDNN's layout reduces the time of a matmul by 50% for a vocabulary of 37,000
-    tokens, and the layout [in, out] reduces the time by 33% for small matrices. In bfloat16, PyTorch always uses
-    oneDNN. Without the copies, oneDNN would convert the weights to its layout in every matmul. The copies are used in
-    only one search, so they are never outdated.
+    The inputs of a decoding step have few rows (one per hypothesis), so the step spends most of its time reading
+    weights. BLAS reads a transposed matrix slowly. On a Xeon processor, oneDNN's layout reduces the time of a matmul by
+    50% for a vocabulary of 37,000 tokens, and the layout [in, out] reduces the time by 33% for small matrices. In
+    bfloat16, PyTorch always uses oneDNN. Without the copies, oneDNN would convert the weights to its layout in every
+    matmul. The copies are used in only one search, so they are never outdated.
     """
     if rows > FEW_ROWS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return  # autocast can't convert oneDNN's layout

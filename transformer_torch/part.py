@@ -112,8 +112,8 @@ class Part(nn.Module):
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
-                ``precision`` is unknown.
+            ValueError: If the weights don't match the config or overflow the model's dtype, or if ``dtype``,
+                ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         place = to_device(device)
@@ -148,7 +148,7 @@ class Part(nn.Module):
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+            ValueError: If the file is not a valid weight file, its weights overflow the model's dtype, or ``dtype``,
                 ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """

@@ -105,7 +105,7 @@ def to_memory(
 
 
 def dtype_name(x: Any) -> str:
-    """Return the NumPy name of the dtype of an array or a tensor."""
+    """Return the NumPy name of an array's or a tensor's dtype."""
     return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
 
 

@@ -369,9 +369,9 @@ def _loss(model, batch, config, tap=no_tap):
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
     """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
 
-    Compiled code, fused kernels, and custom layers use PyTorch's default generator. This context seeds the generator
-    and restores its state afterwards, so steps of different trainers can't run at the same time. A hook can train a
-    different model during a step.
+    Compiled code, fused kernels, and custom layers use PyTorch's default generator. All trainers in a process share
+    this generator. This context seeds it and restores its state afterwards. Therefore, steps of different trainers
+    can't run at the same time. A hook can train a different model during a step.
     """
     transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)

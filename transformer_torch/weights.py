@@ -121,7 +121,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
 def check_tie(model: Any, *_: Any) -> None:
     """Check that a tied output projection uses an embedding of the model. PyTorch calls this before ``state_dict``.
 
-    Otherwise, the matrix of the projection would be neither trained nor saved.
+    Otherwise, the projection matrix would be neither trained nor saved.
 
     Raises:
         ValueError: If the embedding that is tied to the output projection was replaced.
@@ -135,7 +135,10 @@ def check_tie(model: Any, *_: Any) -> None:
 
 
 def _layer(model, path):
-    """Return the layer at a path. Raise a ValueError unless a class in ``OWN_LAYERS`` has the same ``forward``."""
+    """Return the layer at a path.
+
+    Raise a ValueError unless the layer uses the ``forward`` method of a class in ``OWN_LAYERS``.
+    """
     layer = find(model, path)
     layer = getattr(layer, "_orig_mod", layer)  # unwrap torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
@@ -164,7 +167,7 @@ def parameters(model: Any) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
-    """Copy an array into a parameter, or into a tensor of the same shape, rounding to the dtype of the tensor.
+    """Copy an array into a parameter, or into a tensor of the same shape, rounding to the tensor's dtype.
 
     Args:
         name: Canonical name of the parameter.
@@ -172,7 +175,7 @@ def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
         tensor: Tensor to overwrite.
 
     Raises:
-        ValueError: If a finite value overflows the dtype.
+        ValueError: If a finite value overflows the tensor's dtype.
     """
     array = rounded(name, array, dtype_name(tensor))
     bits = torch.from_numpy(array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array)

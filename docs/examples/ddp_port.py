@@ -57,7 +57,7 @@ class MyTrainer:
 
 
 class MyPort(Port):
-    """A port of the model and the trainer. Its results are the loss and the gradient of the rows of all processes."""
+    """A port of the model and the trainer. It returns the loss and the gradient for all processes' rows."""
 
     def load(self, config, weights, dtype):
         """Build the model in each process."""

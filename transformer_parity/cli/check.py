@@ -75,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Run ports on the same weights and inputs as the NumPy reference, and compare every intermediate "
         "value, gradient, optimizer step, and decoded token. The cases cover single components, the encoder and "
         "decoder stacks, the full model, edge cases, all presets, and a base-sized model on real sentences. If a "
-        "port differs, the report shows the first wrong block and, if possible, identifies the bug.",
+        "port differs from the reference, the report shows the first wrong block and, if possible, identifies the bug.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

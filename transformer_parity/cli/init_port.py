@@ -33,8 +33,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Write a template for a port, a class that wraps your model so that `parity` can compare it with "
         "the reference. The template wraps a placeholder model that already agrees with the reference. First replace "
         "load and forward, because both methods must use the same model, and delete all other methods for now. Check "
-        "only the forward pass with `parity check --stage activations`. When the forward pass agrees, add the other "
-        "methods and rerun the check without --stage.",
+        "only the forward pass with `parity check --stage activations`. When the forward pass agrees with the "
+        "reference, add the other methods and rerun the check without --stage.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

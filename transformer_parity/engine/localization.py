@@ -151,8 +151,8 @@ class Replay:
         Args:
             port: A function that runs the port.
             goes_on: A function that takes the tensors of the port's normal run and the given tensors, and returns
-                whether the later blocks of the port use the return values of the taps. If the port ignores these
-                values, later blocks get incorrect inputs. None means that the port is known to use them.
+                whether the port's later blocks use the taps' return values. If the port ignores these values, later
+                blocks get incorrect inputs. None means that the port is known to use them.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}

@@ -32,7 +32,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
     """Return the verdict on one tensor.
 
     Args:
-        error: The relative error. If it is NaN, the tensor doesn't agree.
+        error: The relative error. If it is NaN, the verdict is never AGREES.
         tolerance: The largest accepted error.
         dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
         problem: A problem that makes the tensor diverge regardless of the tolerance, such as an incorrect name, shape,
@@ -226,8 +226,8 @@ class Verdict:
     def exit_code(self) -> int:
         """The exit code of the program.
 
-        It is 0 if all ports agree, 1 if a port's math differs, 2 if only precision is lost, and 3 if not everything was
-        compared.
+        It is 0 if all ports agree with the reference, 1 if a port's math differs from it, 2 if only precision is lost,
+        and 3 if not everything was compared.
         """
         return EXIT_CODES[self.verdict]
 

@@ -109,7 +109,7 @@ class LayerGradient:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one call of dot-product and additive attention, including the projections of queries and keys."""
+    """The cost of one call to each attention function, including the projections of queries and keys."""
 
     length: int  # number of queries and of keys
     d_k: int

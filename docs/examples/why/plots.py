@@ -33,7 +33,7 @@ BANDS = "Bands: all but the lowest and the highest tenth."
 
 
 def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figure:
-    """Return a figure of the scores, the weights, and the gradients of the softmax and of a layer by d_k."""
+    """Return a figure that shows scores, attention weights, and the gradients of the softmax and of a layer by d_k."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

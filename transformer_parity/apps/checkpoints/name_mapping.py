@@ -1,4 +1,4 @@
-"""Tables of names, which map each parameter's canonical name to its name and memory layout in another format.
+"""Tables of parameter names. They map each parameter's canonical name to its name and memory layout in another format.
 
 A name may contain placeholders: ``{stack}`` (encoder or decoder), ``{side}`` (source for the encoder, target for the
 decoder), ``{i}`` (the zero-based layer index), and ``{n}`` (the one-based layer number). Readers must split fused
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """One row of a table of names.
+    """One row of a table of parameter names.
 
     Attributes:
         name: Canonical name.
@@ -71,7 +71,7 @@ def take(
     """Convert tensors from another format to canonical weights.
 
     Args:
-        table: Table of names for the format.
+        table: Table of parameter names for the format.
         tensors: Dict from names in the other format to arrays.
         config: Config of the model.
         ignored: Glob patterns that match the names of tensors that are not weights.

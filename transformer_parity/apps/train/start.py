@@ -150,7 +150,7 @@ def resume(
     """Return the state of a run that continues from a checkpoint.
 
     Args:
-        path: Checkpoint to load, or directory of a run, whose last checkpoint is loaded.
+        path: Checkpoint to load, or a run directory, in which case the last checkpoint in this directory is loaded.
         directory: Output directory of the resumed run.
         steps: New total number of steps, or None to use the number in the checkpoint.
         plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.

@@ -26,7 +26,7 @@ from transformer_parity.engine.processes.child import WAKE, Child, ChildEndedErr
 # Maximum seconds between two measurements of CPU time. The interval must be long enough for every process to get some
 # CPU time on a busy machine.
 LONGEST_INTERVAL = 5.0
-PULSE = 0.2  # maximum seconds between two calls of the ``pulse`` function
+PULSE = 0.2  # maximum seconds between two calls to the ``pulse`` function
 
 THREAD_SWITCHES = (
     "OMP_NUM_THREADS",

@@ -1,7 +1,7 @@
 """Provenance: determine which files a port consists of, and reject a reference that differs from the checker's.
 
-- Python finds the files of a port as it would without this checker: first in the current directory, then in
-  ``PYTHONPATH``. This includes the model packages of this project, which a user may have copied and edited.
+- Python finds a port's files as it would without this checker: first in the current directory, then in ``PYTHONPATH``.
+  This includes the model packages of this project, which a user may have copied and edited.
 - A port is compiled from its source. Python identifies cached bytecode only by the size and time of the source file, so
   the bytecode may belong to an earlier version of the source. Installed packages still use cached bytecode, because
   importing a framework would take twice as long without it.

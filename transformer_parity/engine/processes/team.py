@@ -17,7 +17,7 @@ CAUSE = 2.0
 
 
 class TeamError(Exception):
-    """A process of a team has failed, and all processes were stopped.
+    """A process in a team failed, and all processes in the team were stopped.
 
     Attributes:
         where: A description of the process, such as ``process 1 of 2``.
@@ -37,7 +37,7 @@ class Team:
         members: The processes in the order of their ranks.
 
     Attributes:
-        is_over: Whether all processes were stopped.
+        is_over: Whether all processes in the team were stopped.
     """
 
     def __init__(self, children: Children, members: Sequence[Child]) -> None:

@@ -14,7 +14,7 @@ from transformer_parity.engine.style import BACKENDS
 
 Result = Mapping[str, Any]
 # Upper ends of the steps of a logarithmic color scale for the ratio of error to tolerance. If the ratio is at most 1,
-# the tensors agree.
+# the error is within the tolerance.
 STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
 STEP_NAMES = ("exact", "≤ 1%", "≤ 10%", "≤ 100%", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
 WIDTH, HEIGHT = 960, 300  # size of the plot in pixels
@@ -183,7 +183,7 @@ def number(value: float | str) -> str:
 
 
 def percentage(value: float | str) -> str:
-    """Format a fraction of the tolerance: as a percentage if the tensor agrees, otherwise as a multiple."""
+    """Format the ratio of an error to its tolerance: as a percentage if it is at most 1, otherwise as a multiple."""
     value = float(value)
     if not math.isfinite(value):
         return "beyond any tolerance"

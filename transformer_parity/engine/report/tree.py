@@ -136,7 +136,7 @@ def _path(name: str) -> list[str]:
 
 
 def _add_all(tree: Tree, parts: Sequence[Node], first: Mapping[str, int], folds: bool) -> None:
-    """Add parts to a tree. Adjacent parts with the same content share one line."""
+    """Add model parts to a tree. Adjacent parts whose tensors have the same verdicts share one line."""
     groups: list[list[Node]] = []
     for part in parts:
         together = groups and not any(_is_spelled_out(other, first, folds) for other in (part, groups[-1][-1]))
@@ -161,7 +161,7 @@ def _content(part: Node) -> tuple[object, ...]:
 
 
 def _is_spelled_out(part: Node, first: Mapping[str, int], folds: bool) -> bool:
-    """Return True if a part must not share a line with adjacent parts. Such a node is expanded."""
+    """Return True if a part must not share a line with adjacent parts. Such a part is expanded."""
     if any(mark.name in first for mark in part.marks()):
         return True
     return part.mark is not None and part.mark.verdict != FINE and not folds
@@ -176,7 +176,7 @@ def _leaf(name: str, mark: Mark, others: int | None) -> Text:
 
 
 def _folded(alike: Sequence[Node]) -> Text:
-    """Return one line for multiple parts with the same content."""
+    """Return one line that describes adjacent parts of the model whose tensors have the same verdicts."""
     name = alike[0].name
     if len(alike) > 1:
         number = alike[-1].name.rpartition(".")[2]

@@ -225,7 +225,7 @@ KERAS_OWN = f"""    if tap is no_tap:
 
 
 def fused(mask: str = "mask", rate: str = "rate") -> Edits:
-    """Return edits that change the arguments in the call of PyTorch's fused attention kernel."""
+    """Return edits that change the arguments in the call to PyTorch's fused attention kernel."""
     return changed("fast", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
 
 

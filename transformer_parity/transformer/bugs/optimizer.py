@@ -26,7 +26,7 @@ from transformer_parity.transformer.bugs.training import (
 
 
 def rate(new: str) -> Edits:
-    """Return edits that replace the call of the learning rate schedule.
+    """Return edits that replace the call to the learning rate schedule.
 
     ``new`` is an expression that can use the step number ``n``.
     """

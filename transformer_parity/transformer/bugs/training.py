@@ -1,8 +1,8 @@
 """Catalog of known bugs in the loss and in the gradients.
 
-For each bug, the catalog specifies the first tensor that must differ. This tensor is the loss, the gradient norm, the
-gradient at a tap, the gradient of a parameter, a moment, or a weight. The gradients at taps are in the order of the
-backward pass, which starts with the logits.
+For each bug, the catalog specifies the first tensor that must differ from the reference. This tensor is the loss, the
+gradient norm, the gradient at a tap, the gradient of a parameter, a moment, or a weight. The gradients at taps are in
+the order of the backward pass, which starts with the logits.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def large_vocabulary(config: TransformerConfig) -> Case:
 
 
 def gradient_case(preset: str) -> Case:
-    """Return a case for the gradients of a small version of a preset's model."""
+    """Return a case that compares the gradients of a small model with a preset's conventions."""
     case = preset_case(preset)
     inputs = with_labels(case.inputs, case.config)
     return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)

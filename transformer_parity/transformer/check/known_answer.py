@@ -54,7 +54,7 @@ def answers(cases: Sequence[Case]) -> Answers:
 def changed(cases: Sequence[Case]) -> str:
     """Return a description of the first value that differs between this process and a new process.
 
-    The result is empty if all values agree.
+    The result is empty if no value differs.
 
     Args:
         cases: Cases that a port has run. Only the main case of each stage is recomputed.

@@ -1,4 +1,4 @@
-"""The process that runs all cases on one port, and reruns individual blocks if the results differ.
+"""The process that runs all cases on one port, and reruns individual blocks if the results are wrong.
 
 This process doesn't compare anything. It sends the port's outputs to the parent process, which compares the outputs
 with the reference and sends back the findings. The parent process doesn't run any port.

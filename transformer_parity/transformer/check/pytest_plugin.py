@@ -345,5 +345,5 @@ class TestItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, int, str]:
-        """Return the location of the test. pytest needs a line number to report tests that a marker skips."""
+        """Return the test's location, including the line number that pytest needs to report skipped tests."""
         return DIRECTORY, 0, self.name

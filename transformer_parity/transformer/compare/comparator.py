@@ -45,7 +45,7 @@ def compare(
 
 
 class Comparator:
-    """Compares the outputs of one port with the outputs of the reference.
+    """Compares one port's outputs with the reference's outputs.
 
     Args:
         backend: Name of the port.

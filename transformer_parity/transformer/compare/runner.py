@@ -82,7 +82,7 @@ def _variant(port: Implementation, case: Case) -> Implementation:
 def why_left_out(case: Case, port: object) -> str:
     """Return the reason in the port's ``left_out`` for skipping a case, or an empty string if there is none.
 
-    A reason also applies to the variants of a case, whose names start with the name of the case and a slash.
+    A reason also applies to the variants of a case, whose names start with the case's name and a slash.
     """
     declared: Mapping[str, str] = getattr(port, "left_out", {})
     return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")

@@ -111,7 +111,7 @@ def explain(
     expected: ndarray,
     options: Search,
 ) -> list[Doubt]:
-    """Return the decisions that explain why a port's result differs, for each sentence with a different result.
+    """For each sentence with a wrong result, return the decisions that explain why the port's result differs.
 
     Args:
         truth: The reference in float64.

@@ -1,1 +1,1 @@
-"""Find the block in which a port starts to differ, and the known bug or convention that explains the difference."""
+"""Find the first wrong block of a port, and the known bug or convention that explains the difference."""

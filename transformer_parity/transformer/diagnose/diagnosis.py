@@ -1,8 +1,9 @@
 """Search for a change to the reference that reproduces a port's values: a bug, a convention, or a different setting.
 
-``diagnose`` runs the reference with each known bug and convention, with settings that it measures based on the port's
-tensors, and with combinations of changes. It returns the change that reproduces all values of the port, or "unknown".
-The docstring of ``investigate`` lists all steps of a diagnosis.
+``diagnose`` runs the reference with each known bug and convention, with settings that it derives from the port's
+tensors, and with combinations of changes. It returns a ``Diagnosis``, which contains the changes that reproduce all of
+the port's values. If there are none, its confidence is ``likely`` or ``unknown``. The docstring of ``investigate``
+lists all steps of a diagnosis.
 """
 
 from __future__ import annotations
@@ -164,10 +165,10 @@ def _apart_from_loss(
 ) -> Diagnosis | None:
     """Search for candidates that reproduce only the losses, or only the gradients.
 
-    If only the losses differ, the function ignores all other tensors. If only gradients differ, it ignores the losses.
+    If only losses are wrong, the function ignores all other tensors. If only gradients are wrong, it ignores losses.
 
     Returns:
-        The diagnosis, or None if both the loss and the gradients differ or no candidate reproduces these tensors.
+        The diagnosis, or None if both the loss and the gradients are wrong or no candidate reproduces these tensors.
     """
     wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
     if losses and wrong <= losses:

@@ -1,28 +1,28 @@
 """Create failure reports, which contain the block that introduces a difference and the cause of the difference.
 
-A diagnosis has the following steps. A step that finds the cause with certainty ends the diagnosis.
+A diagnosis consists of the following steps. The name in parentheses is the module or function that performs the step.
+If step 2 finds an error, steps 3 to 5 are skipped. If step 3 finds a change, step 4 is skipped.
 
-1. ``investigate`` (for a port) or ``files`` (for tensors from files) selects the first failure of each stage. It omits
-   a stage if a failure in an earlier stage may have caused the failures of this stage.
-2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether the port modifies its inputs,
-   returns random results, keeps state between calls, or differs only if it runs without taps. For ports and files,
-   ``evidence.properties`` detects tensors that have only float32 precision.
-3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
-   the other cases of the model. It tries the following changes:
-   a. Each bug, each convention (``candidates``), and settings that it derives from the tensors (``measured.step``).
-   b. For searches, different search parameters (``measured.search_parameters``).
-   c. Each bug in only some blocks (``candidates.places``).
-   d. For training, a different learning rate in each step (``measured.schedule``) or a different optimizer setting
-      (``measured.optimizer``).
-   e. Combinations of two or three bugs (``candidates.several``).
-   f. For activations, bugs that reproduce all tensors except one type of tap, or that reproduce only the output.
-   ``candidates.trials`` runs the reference with each change and caches the results.
-4. If no change reproduces every tensor, the diagnosis consists of statements about the difference, sorted by the
-   strength of their evidence. They report NaN or infinity, swapped names, and which tensors and cases differ. They also
-   compare the results with the port's own ``forward`` (``own_forward``), and describe how the first training step
-   differs (``measured.step``). Most statements come from the modules in ``evidence``.
-5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes the
-   error of this block, and ``reproduce`` saves its inputs.
+1. Select the first failure of each stage (``investigate`` for a port, ``files`` for tensors from files). Omit a stage
+   if a failure in an earlier stage may be the cause.
+2. If there is a port to run, test whether it modifies its inputs, returns random results, keeps state between calls, or
+   differs from the reference only if it runs without taps (``investigate``, ``evidence.properties``). For ports and
+   files, test whether the tensors have only float32 precision (``evidence.properties``).
+3. Search for a change to the NumPy reference that reproduces every tensor of the case, and of the other cases of the
+   model (``diagnosis.diagnose``). Run the reference with each change, and cache the results (``candidates.trials``):
+   - Try each bug and each convention (``candidates``), and settings derived from the tensors (``measured.step``).
+   - For searches, try different search parameters (``measured.search_parameters``).
+   - Try each bug in only some model parts, such as one layer (``candidates.places``).
+   - For training, try a different learning rate in each step (``measured.schedule``) or a different optimizer setting
+     (``measured.optimizer``).
+   - Try combinations of two or three bugs (``candidates.several``).
+   - For activations, repeat the search, and ignore one type of tap or all tensors except the output.
+4. Describe the difference in statements, sorted by the strength of their evidence (``evidence``, ``statements``).
+   Report NaN or infinity, swapped names, and which tensors and cases differ. Compare the results with the port's own
+   ``forward`` (``own_forward``). If this reveals nothing, describe the error of the first training step
+   (``measured.step``).
+5. Replay the case and find the block that introduces the difference (``evidence.blame``). If no change was found,
+   describe the error of this block (``statements``). Save the inputs of the block (``reproduce``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class FailureReport:
         case: Name of the case.
         stage: Name of the stage to which the case belongs.
         blame: The blocks that introduce or inherit the difference; None if the case can't be replayed.
-        diagnosis: The cause of the difference; None if the case agrees and the report only shows its attention.
+        diagnosis: The cause of the difference; None if the case agrees with the reference and the report only shows its
+            attention.
         view: Data about the case for the HTML page; None if the page doesn't show the case.
         directory: Directory with the inputs of the first wrong block; None if they were not saved.
     """
@@ -153,8 +154,8 @@ class Investigation:
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
         """Yield a report on the first failure of each stage. Failures of cases that run the full model come first.
 
-        Gradients, steps, and searches depend on activations, so their failures are reported only if activations agree.
-        Failures in float32 are reported only if there are no failures in float64.
+        Gradients, steps, and searches depend on activations, so their failures are reported only if activations agree
+        with the reference. Failures in float32 are reported only if there are no failures in float64.
 
         Args:
             findings: All findings about this port.
@@ -275,7 +276,7 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Bug],
     ) -> Diagnosis:
-        """Return a diagnosis for outputs that differ only if the port runs without taps.
+        """Return a diagnosis for outputs that are wrong only if the port runs without taps.
 
         The diagnosis contains the candidates that reproduce these outputs. If there are none, it states how the outputs
         differ from the outputs with taps.
@@ -307,7 +308,7 @@ class Investigation:
     def _randomness(self, case: Case, dtype: str) -> str:
         """Report that two calls on the same input return different results.
 
-        Return "" if the results agree or the calls fail.
+        Return "" if the two results agree with each other, or if the calls fail.
         """
         with suppress(Exception):
             if case.is_forward:
@@ -391,6 +392,6 @@ def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> li
 
 
 def forward_agrees(findings: Sequence[Finding]) -> bool:
-    """Return whether activations were compared in float64 and all of them agree."""
+    """Return whether activations were compared in float64 and all of them agree with the reference."""
     verdicts = {f.verdict for f in findings if f.stage == ACTIVATIONS and f.dtype == "float64"}
     return AGREES in verdicts and verdicts.isdisjoint((DIVERGES, IMPRECISE, FAILED))

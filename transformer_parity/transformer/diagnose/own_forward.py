@@ -1,8 +1,8 @@
-"""Compare the gradients, steps, and searches of a port with its ``forward``, to determine which of them is wrong.
+"""Compare a port's gradients, training steps, and searches with its ``forward``, to determine which of them are wrong.
 
-A search chooses tokens based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
-``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state
-between steps or follows a different rule.
+A search chooses each token based on the logits for the preceding tokens, and ``forward`` returns logits for the same
+tokens. If ``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect
+state between steps or follows a different rule.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ FAR = {"float64": SAME, "float32": 1e-5}  # larger relative errors are not round
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
     """If a diagnosis of a case in the ``gradients`` stage is exact, limit its sentence to gradients.
 
-    The port may also differ in training, which the case doesn't test.
+    The port may also differ from the reference in training, which the case doesn't test.
     """
     if found.confidence != EXACT or case.stage != GRADIENTS:
         return found
@@ -115,7 +115,7 @@ def of_tensors(
 
     Args:
         found: The diagnosis.
-        differing: The tensors of the case, and which of them differ.
+        differing: The tensors of the case, and the names of the tensors that differ from the reference.
         findings: Findings about the stage of the case.
         others: Other cases of the same model. Each case is paired with the port's tensors, or with None if the port
             agrees with the reference in this case.

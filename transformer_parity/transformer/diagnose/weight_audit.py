@@ -1,4 +1,4 @@
-"""Audit how a port uses each weight, without inspecting the code of the port.
+"""Audit how a port uses each weight, without inspecting the port's code.
 
 The audit perturbs one weight at a time, then reloads and reruns the port. The first tensor that changes shows where the
 port uses this weight. The audit doesn't depend on the names or layouts of the parameters inside the port.

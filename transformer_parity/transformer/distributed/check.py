@@ -88,7 +88,7 @@ class DistributedCheck:
         return self.asked or OFFERED.get(backend, USUAL if backend in PORTS else OF_A_PORT)
 
     def cases(self, backend: str) -> list[Case]:
-        """Return the cases of all runs of a framework."""
+        """Return the case of each run with a framework."""
         return [run.case for plan in self.plans(backend) for run in self._runs(backend, plan)]
 
     def checked_ports(self) -> list[CheckedPort]:

@@ -25,7 +25,7 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 
 RESUMED = "resumed"  # name of a run that resumes from a snapshot
-COUNTED = ("tokens", "number of the step")  # integers, so they must match in every precision
+COUNTED = ("tokens", "number of the step")  # integers, so they must be identical in every precision
 # Names of findings that are not about an individual tensor.
 REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "sharding", "names", "rows of each process"
 

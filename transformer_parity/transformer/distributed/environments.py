@@ -2,8 +2,8 @@
 
 The parent process chooses the network ports before the workers start, and reserves these ports until the run ends. To
 reserve a port, it binds a socket to the port without listening, so the operating system doesn't assign the port to
-other programs. On Linux, the server of the framework can still bind to the port, because both sockets set SO_REUSEADDR.
-The parent process therefore doesn't need to run the server or import the framework.
+other programs. On Linux, the framework's server can still bind to the port, because both sockets set SO_REUSEADDR. The
+parent process therefore doesn't need to run the server or import the framework.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def group(
     Args:
         backend: A name in ``PORTS``, or a user's port.
         devices: Total number of devices across all processes.
-        processes: Number of processes; None for the default of the framework.
+        processes: Number of processes; None for the framework's default.
         timeout: Seconds without a message after which all processes are stopped. Time that the processes spend waiting
             for a processor is not included. None disables the limit.
         python: Path of the Python interpreter.

@@ -91,11 +91,11 @@ class Seen:
         shards: Shards of each parameter that this process stores after the last step.
         refused: Error message if the framework or the port doesn't support the plan; empty otherwise.
         config: Config of the user's port; None for packages.
-        own_gradient: Gradient of the initial model if each shard receives a different batch. Only for user ports with
-            one process per device.
+        own_gradient: Gradient of the initial model if each shard receives a different batch; recorded only for user
+            ports with one process per device.
         own_loss: Loss of an additional training step on these batches.
-        sizes: Number of parameter elements on each device. Only for user ports, and only if the plan shards parameters
-            or if one process controls all devices.
+        sizes: Number of parameter elements on each device; recorded only for user ports, and only if the plan shards
+            parameters or if one process controls all devices.
     """
 
     first: int = 0

@@ -1,4 +1,4 @@
-"""Record all taps of the reference and of ports for a batch, and find where each port starts to differ."""
+"""Record all taps of the reference and of ports for a batch, and find the first wrong tap of each port."""
 
 from __future__ import annotations
 

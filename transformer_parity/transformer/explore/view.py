@@ -3,8 +3,9 @@
 For attention scores, attention weights, the first wrong tap, and the inputs of the first wrong tap, the page contains
 each value. For all other taps, it contains only norms over the channels.
 
-All values are stored as float32 in one buffer. For better compression, each value of a port is XORed with the value of
-the reference, so that few bits are nonzero. In addition, bytes of the same significance are stored next to each other.
+All values are stored as float32 in one buffer. For better compression, each of the port's values is XORed with the
+corresponding reference value, so that few bits are nonzero. In addition, bytes of the same significance are stored next
+to each other.
 """
 
 from __future__ import annotations

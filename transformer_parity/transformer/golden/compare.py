@@ -119,7 +119,7 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGE
 
 
 def compare_directories(pair: DirectoryPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
-    """Compare every tensor of B with the result of the reference, which uses the weights and inputs of A.
+    """Compare every tensor of B with the tensor that the reference computes from A's weights and inputs.
 
     Args:
         pair: The two directories.

@@ -15,7 +15,7 @@ from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
 # Name patterns that match each stage's main results. B must contain these results in at least half of the cases.
-# Otherwise, an incorrect program may pass, because all other tensors may agree.
+# Otherwise, an incorrect program may pass, because all other tensors may be correct.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 

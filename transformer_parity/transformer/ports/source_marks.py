@@ -128,7 +128,7 @@ def _one_name(text: str) -> str:
 
 
 def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
-    """Match the tokens of the reference with the tokens of a port, and return a dict from reference to port indices.
+    """Match the reference's tokens with a port's tokens, and return a dict from reference to port indices.
 
     Two tokens match only if they are in the same class or function.
     """

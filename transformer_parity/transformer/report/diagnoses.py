@@ -63,7 +63,7 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
-    """Print the stages that also differ but are not diagnosed because the diagnosed stage affects them."""
+    """Print the stages that also failed but are not diagnosed because the diagnosed stage affects them."""
     for backend in dict.fromkeys(report.backend for report in reports):
         about = [one for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)]
         failed = {one.stage for one in about if one.tap != ROUND_TRIP}

@@ -132,8 +132,8 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     exact = expected.exact.model
     rounded = None if expected.rounded is None else expected.rounded.model
     source_ids, options = case.inputs["source_ids"], case.options
-    # If there are no scores, or if the tokens come from files, the steps of the search are unknown, so explain only the
-    # final result of the search.
+    # If there are no scores, or if the tokens come from files, the individual search steps are unknown. Therefore,
+    # explain only the final result.
     unknown = None if path == FILES or scores is None else scores
     found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
     doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)

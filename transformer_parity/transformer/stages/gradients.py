@@ -36,7 +36,7 @@ class GradientStage(TrainingStage):
         outputs.hidden = hidden(case, loaded)
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each gradient. In float32, a tolerance depends on the error of the reference."""
+        """Return the tolerance of each gradient. In float32, a tolerance depends on the reference's error."""
         own = {name: training_error(name, baseline, truth) for name in truth if name in baseline}
         whole = own.get(WHOLE, 0.0)
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}

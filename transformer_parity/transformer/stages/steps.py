@@ -73,7 +73,10 @@ class StepStage(TrainingStage):
         yield from findings
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Yield a finding for each tensor. If tokens differ, the finding includes the number of differing sentences."""
+        """Yield a finding for each tensor.
+
+        If tokens are wrong, the finding includes the number of sentences with wrong tokens.
+        """
         for finding in super().compare_tensors(names, shown):
             is_wrong = finding.tap.endswith(" tokens") and finding.verdict == DIVERGES and not finding.detail
             yield replace(finding, detail=_different_tokens(finding.tap, shown)) if is_wrong else finding
@@ -81,7 +84,7 @@ class StepStage(TrainingStage):
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
         """Compare the tensors with a reference that rounds its learning rates to float32.
 
-        Return the findings if all tensors agree, else an empty list.
+        Return the findings if all tensors agree with this reference, else an empty list.
         """
         case, truth = shown.case, shown.expected.tensors
 

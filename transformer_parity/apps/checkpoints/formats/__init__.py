@@ -1,1 +1,1 @@
-"""Other software's checkpoint formats. Each module defines a table of names, a reader, and possibly a writer."""
+"""Read and write checkpoints of other software, with a table of parameter names for each format."""

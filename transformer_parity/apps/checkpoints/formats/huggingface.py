@@ -87,7 +87,7 @@ def output_name(family: str) -> str:
 
 
 def table_of(family: str) -> tuple[Row, ...]:
-    """Return a family's table of names."""
+    """Return the table of parameter names for a model family."""
     return (*TABLE, Row("output_proj.kernel", output_name(family), TRANSPOSED))
 
 

@@ -112,7 +112,9 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     if order is None and final:
         order = "pre"  # JoeyNMT 1 supports only this order and does not store it in the settings
     if order not in ("pre", "post"):
-        raise ValueError(f"layer_norm in {SETTINGS} must be 'pre' or 'post' in both stacks: got {order!r}")
+        raise ValueError(
+            f"layer_norm in {SETTINGS} must be 'pre' in both stacks or 'post' in both stacks: got {order!r}"
+        )
     activation = _agreed("activation", [stack.get("activation", "relu") for stack in stacks])
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation in {SETTINGS} must be one of {', '.join(ACTIVATIONS)}: got {activation!r}")

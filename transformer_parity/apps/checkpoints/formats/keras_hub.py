@@ -162,7 +162,10 @@ def fields_of(content: Any) -> dict[str, Any]:
 
 
 def rows(config: TransformerConfig) -> list[Row]:
-    """Return the table of names. In Keras, the name of the first layer in each stack does not contain a number."""
+    """Return the table of parameter names.
+
+    In Keras, the name of the first layer in each stack does not contain a number.
+    """
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return NAMES + [
         Row(f"{stack}.layers.{i}.{ours}.{kind}", f"layers/transformer_{stack}{f'_{i}' * (i > 0)}/{theirs}/vars/{j}")

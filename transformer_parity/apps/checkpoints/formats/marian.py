@@ -91,7 +91,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def rows(config: TransformerConfig, shared: bool, transposed: bool = False) -> list[Row]:
-    """Return the table of names.
+    """Return the table of parameter names.
 
     Args:
         config: Config of the model.

@@ -131,7 +131,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def rows(said: UserNames) -> list[Row]:
-    """Return the table of names, including the names that the user specified."""
+    """Return the table of parameter names, including the names that the user specified."""
     own = [Row(ours, theirs, FORMS.get(ours, AS_IS)) for ours, theirs in said.names.items()]
     return own + [row._replace(foreign=said.prefix + row.foreign) for row in NAMES]
 

@@ -1,1 +1,1 @@
-"""Try bugs and conventions that may explain why a port differs, in the full model, in parts of it, or combined."""
+"""Try bugs and conventions, individually or combined, in the full model or in parts of it, to explain a difference."""

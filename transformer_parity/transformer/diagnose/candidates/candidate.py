@@ -108,11 +108,11 @@ def _reference(edits: tuple[Edit, ...], config: TransformerConfig, weights: Mapp
 
 
 def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
-    """Return the known bugs and conventions that may explain why a port differs in one stage.
+    """Return the known bugs and conventions that may explain why a port differs from the reference in one stage.
 
     Args:
         config: The config that was passed to the port.
-        stage: Name of the stage in which the port differs. For example, training bugs can't affect activations.
+        stage: Name of this stage. For example, training bugs can't affect activations.
         forward_agrees: Whether the port's activations agree with the reference. If so, the function omits bugs in the
             forward pass, except bugs in code that is called only by searches.
     """
@@ -146,8 +146,8 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
 def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
     """Return candidates that change one convention, and candidates that use all conventions of a preset.
 
-    A convention is a config field on which published implementations differ. For each convention, the function returns
-    one candidate per alternative value.
+    A convention is a config field for which published implementations use different values. For each convention, the
+    function returns one candidate per alternative value.
     """
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():

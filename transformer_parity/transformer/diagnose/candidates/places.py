@@ -1,6 +1,6 @@
 """Places: the model parts in which the diagnosis tries a known bug, such as one layer or one kind of attention.
 
-A bug edits a class, so it affects every instance of the class. To try the bug in only some parts, the diagnosis
+A bug edits a class, so it affects every instance of the class. To try the bug in only some model parts, the diagnosis
 loads one correct model and one model with the bug. It then replaces these parts of the correct model with the
 corresponding parts of the incorrect model.
 """
@@ -26,8 +26,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
-# Patterns that match the parts of the model that a bug changes. Each key is a module that the bug edits or a config
-# field that it sets.
+# Patterns that match the model parts that a bug changes. Each key is a module that the bug edits or a config field that
+# it sets.
 CHANGED = {
     "attention": r"_attention$",
     "feed_forward": r"\.feed_forward$",
@@ -186,7 +186,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
 
 
 def _module(edit: Edit) -> str:
-    """Return the key of ``CHANGED`` whose value lists the parts that an edit changes."""
+    """Return the key of ``CHANGED`` whose value lists the model parts that an edit changes."""
     module, old, _ = edit
     if module == "functional" and ("sigma" in old or "axis=rows" in old):
         return "layers"

@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every tensor matches."""
+        """Whether the candidate reproduces every tensor."""
         return self.matched == self.of
 
 
@@ -124,7 +124,7 @@ class Trials:
         return True
 
     def differing_cases(self) -> Trials:
-        """Return trials whose ``others`` contains only the cases in which the port differs."""
+        """Return trials whose ``others`` contains only the cases in which the port differs from the reference."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:

@@ -1,1 +1,1 @@
-"""Find evidence about a difference: the first wrong block and its error, and patterns in the tensors and the cases."""
+"""Find evidence about a difference: the first wrong block, its error, and patterns in the tensors and the cases."""

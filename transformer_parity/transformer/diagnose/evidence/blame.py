@@ -225,7 +225,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # later gradients depend on the values of the port at padding positions, and these values are unknown
+    if given:  # later gradients depend on the port's values at padding positions, and these values are unknown
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
     else:  # without gradients at taps, a single wrong gradient or a wrong loss may have caused all differences

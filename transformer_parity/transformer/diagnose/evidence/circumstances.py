@@ -1,4 +1,4 @@
-"""Find the conditions under which a port differs: properties that only the differing cases have, such as padding."""
+"""Find the properties that only the cases with differences have, such as padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXACTLY = ("a batch size", "a beam_size", "a length_penalty")
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
-    """Return a sentence about the conditions under which cases differ, or "" if no conditions are found.
+    """Return a sentence about the conditions under which a port differs from the reference, or "" if none are found.
 
     Args:
         differ: Cases of one stage in which the port differs from the reference.

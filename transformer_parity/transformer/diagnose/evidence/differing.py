@@ -1,4 +1,4 @@
-"""Determine which tensors of a case differ, and describe groups of these tensors."""
+"""Determine which tensors of a case differ from the reference, and describe groups of these tensors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ PLACES = {  # maps a part of the model to a pattern for the start of a parameter
 
 @dataclass(frozen=True)
 class Differing:
-    """The tensors of a case, and the names of the tensors that differ.
+    """The tensors of a case, and the names of the tensors that differ from the reference.
 
     Attributes:
         case: The case.
-        wrong: Names of the tensors that differ and have the correct shape, in the order of computation.
+        wrong: Names of the tensors that differ from the reference and have the correct shape, in the order of
+            computation.
         actual: The port's tensors.
         truth: The reference's tensors.
     """
@@ -58,14 +59,17 @@ class Differing:
 
     @classmethod
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
-        """Return the tensors of a case. The findings for its stage determine which tensors differ."""
+        """Return the tensors of a case.
+
+        The findings for its stage determine which tensors differ from the reference.
+        """
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
         return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
 
     @cached_property
     def right(self) -> list[str]:
-        """Names of the tensors that agree."""
+        """Names of the tensors that agree with the reference."""
         names = [name for name in self.truth if name in self.actual and name not in self.wrong and name != WHOLE]
         return [name for name in names if name not in self.misshapen]
 
@@ -121,7 +125,7 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
 def by_factor(
     shown: Differing, factors: dict[str, float], prefix: str, sentence: str, batch: Case | None = None
 ) -> str:
-    """Describe the factors by which all wrong tensors differ, if there are at most three different factors.
+    """Describe the factors between all wrong tensors and the reference, if there are at most three different factors.
 
     Args:
         shown: The tensors of the case.

@@ -1,8 +1,8 @@
-"""Find patterns in a case: which tensors differ, how they differ, and at which training step the difference starts.
+"""Find patterns in a case: which tensors are wrong, how they are wrong, and at which training step the error starts.
 
 Each function returns a sentence that describes one pattern, or an empty string if the case doesn't have the pattern.
-Patterns are derived from the findings and from the tensors of the port and the reference. A sentence states a cause
-only if no other cause leads to the same pattern.
+Patterns are derived from the findings and from the port's and the reference's tensors. A sentence states a cause only
+if no other cause leads to the same pattern.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def only_the_loss(shown: Differing) -> str:
 
 
 def right_loss(shown: Differing) -> str:
-    """Report that the loss is correct although gradients differ."""
+    """Report that the loss is correct although gradients are wrong."""
     if shown.case.stage == GRADIENTS and shown.wrong and LOSS in shown.right:
         return "the loss is correct, and only gradients differ"
     return ""
@@ -147,7 +147,10 @@ def transformed_gradients(shown: Differing) -> str:
 
 
 def wrong_parameters(shown: Differing) -> str:
-    """Report which gradients differ. For post-norm models, also report which one the backward pass computes first."""
+    """Report which gradients are wrong.
+
+    For post-norm models, also report which one the backward pass computes first.
+    """
     names = [name for name in _parameters(shown) if not is_noise(name)]
     agree = [name for name in shown.right if name.startswith("of ") and not is_noise(name)]
     if not names or not agree:
@@ -194,7 +197,7 @@ def first_wrong_token(shown: Differing) -> str:
 
 
 def wrong_sentences(shown: Differing) -> str:
-    """If only padded sentences differ, report how many."""
+    """If only padded sentences have wrong outputs, report the number of these sentences."""
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
         return ""
@@ -228,7 +231,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
 
 
 def patterns(shown: Differing) -> list[str]:
-    """Return a sentence for each pattern found in a case that differs."""
+    """Return a sentence for each pattern found in a case with wrong tensors."""
     return [said for pattern in PATTERNS if (said := pattern(shown))]
 
 

@@ -1,4 +1,4 @@
-"""If the cause of a port's error is unknown, test whether the port has the properties of every correct model.
+"""If the cause of a port's error is unknown, test whether the port has the properties that every correct model has.
 
 Each test reruns the port, for example with a changed input, and compares the effect with the known effect on a correct
 model. The tests repeat a call, run each sentence in a separate batch, remove padding, replace or remove tokens, and
@@ -58,7 +58,7 @@ class _Runs:
         return self.port.load(self.case.config, given(weights, self.placement.dtype), self.placement)
 
     def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
-        """Return the difference between the outputs of the port and the reference, and the output of the reference."""
+        """Return the port's output minus the reference's output, and the reference's output."""
         truth = DEFINITION.load(self.case.config, weights, Placement("float64"))
         expected = output(truth, self.case.inputs, self.case.config)
         return output(self.load(weights), self.case.inputs, self.case.config) - expected, expected

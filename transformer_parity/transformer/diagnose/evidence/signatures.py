@@ -237,7 +237,7 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
-    """Return the permutation along an axis that makes the tensors match, or [] if there is none or it is trivial."""
+    """Return the permutation along an axis that makes the tensors equal, or [] if there is none or it is trivial."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
         return []

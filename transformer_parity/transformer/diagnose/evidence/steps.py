@@ -1,4 +1,4 @@
-"""Find patterns in training: which losses and weights differ, from which step on, and which methods use old weights."""
+"""Find patterns in training: wrong losses and weights, the first wrong step, and methods that use old weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def right_losses(shown: Differing) -> str:
 
 
 def first_wrong_step(shown: Differing) -> str:
-    """Report the first training step in which the loss differs."""
+    """Report the first training step in which the loss is wrong."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
     first, restart = min(wrong, default=0), shown.case.restart
     moved = [int(name.split()[1]) for name in shown.wrong if " weight " in name]
@@ -99,7 +99,7 @@ def only_between_steps(shown: Differing) -> str:
 def moved_weights(shown: Differing) -> str:
     """Report the factors by which the changes of the weights are wrong in the first snapshot with wrong weights.
 
-    If there are no such factors, report which weights differ.
+    If there are no such factors, report which weights are wrong.
     """
     if shown.case.stage != STEPS:
         return ""

@@ -1,1 +1,1 @@
-"""Measure the settings of a port based on its tensors: learning rates, optimizer settings, and search parameters."""
+"""Measure a port's settings based on its tensors: learning rates, optimizer settings, and search parameters."""
