@@ -52,7 +52,7 @@ def check_backward(model: Transformer) -> None:
 
 
 def _check_block(path: str, block: Any, kinds: tuple[type, ...]) -> None:
-    """Check a block of the model and the blocks and layers in it."""
+    """Check a block of the model, and all blocks and layers that this block contains."""
     where, got = path or "the model", type(block).__name__
     kind = next((kind for kind in kinds if isinstance(block, kind)), None)
     if kind is None:
@@ -84,7 +84,7 @@ def _check_layer(path: str, layer: Any) -> None:
 
 
 def _depth(layer: Any, method: str) -> float:
-    """Return the position of a method's definition in the order in which Python searches the object and its classes.
+    """Return the position of the object or class that defines a method, in Python's attribute lookup order.
 
     If the method isn't defined, the position is infinite.
     """
@@ -93,7 +93,7 @@ def _depth(layer: Any, method: str) -> float:
 
 
 def check_seen(seen: Mapping[str, ndarray]) -> None:
-    """Check that the tap of the forward pass replaced no computed values except dropout masks.
+    """Check that the tap of the forward pass replaced only dropout masks.
 
     Raises:
         ValueError: If a ``Recorder`` replaced a value.

@@ -216,7 +216,8 @@ class DecoderStack:
     ) -> Float[ndarray, "R L d_model"]:
         """Return the decoder states of the next target positions, and append their keys and values to the cache.
 
-        The caller then increases ``cache.length``. If a step fails, the next step overwrites its keys and values.
+        The caller then increases ``cache.length``. If a step fails, the next step overwrites the keys and values of the
+        failed step.
 
         Args:
             x: One embedding for each of the next target positions.

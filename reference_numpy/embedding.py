@@ -181,7 +181,9 @@ class OutputProjection:
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradients with respect to ``x`` and to a tied embedding matrix (None if it is not tied).
+        """Return the gradients with respect to ``x`` and to the embedding matrix.
+
+        If the output projection isn't tied to the embedding, return None instead of the gradient of the matrix.
 
         Args:
             x: Decoder states of the forward pass.

@@ -1,8 +1,8 @@
 """Optimized functions and layers, which create fewer temporary arrays and compute sums using BLAS.
 
 ``accelerate`` replaces layers and functions of a model. The modules ``training`` and ``search`` use the optimized loss,
-optimizer, and ``top`` if ``model.fast`` is True. The results agree with the results of the unoptimized code up to
-rounding (see ``tests/test_fast.py``).
+optimizer, and ``top`` if ``model.fast`` is True. Up to rounding, this code and the unoptimized code return the same
+results (see ``tests/test_fast.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
-QUERY_BLOCK = 256  # number of queries per block; with blocks, memory use grows linearly with the length
+QUERY_BLOCK = 256  # number of queries to process at once, so that memory use grows linearly with the length
 PIECE = 2**15  # number of parameter elements to update at a time; small enough for the CPU cache
 
 
@@ -299,7 +299,10 @@ def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
-    """Return the largest values of each row and their indices. Unlike ``search.top``, this doesn't sort all values."""
+    """Return the largest values of each row and their indices.
+
+    Unlike ``search.top``, this function doesn't sort all values.
+    """
     values = np.where(np.isnan(values), inf, values)
     if values.shape[1] > 8 * count:
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]

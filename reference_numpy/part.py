@@ -88,7 +88,7 @@ class Part:
             dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
-            precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
+            precision: ``highest`` or ``fast``. NumPy computes in full float32 with both settings.
             fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 
@@ -121,7 +121,7 @@ class Part:
             dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
-            precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
+            precision: ``highest`` or ``fast``. NumPy computes in full float32 with both settings.
             fast: If True, use the optimized code in ``fast.py``. If False, use the unoptimized code. Both give the same
                 results up to rounding.
 

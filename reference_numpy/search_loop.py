@@ -49,7 +49,7 @@ class _Uncached:
         self.model = model
 
     def init_cache(self, source_ids, capacity, beam_size, source_mask):
-        """Encode the source and start with an empty prefix instead of a cache."""
+        """Encode the source and create an empty prefix. This search stores the prefix instead of a cache."""
         self.source_ids, self.source_mask = source_ids.repeat(beam_size, 0), source_mask.repeat(beam_size, 0)
         self.memory = self.model.encode(source_ids, source_mask).repeat(beam_size, 0)  # [R, S, d_model]
         self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]

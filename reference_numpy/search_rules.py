@@ -42,7 +42,7 @@ def apply_rules(
 
 
 def within_pool(values: Float[ndarray, "B X"], finished: Float[ndarray, "B P"]) -> Float[ndarray, "B X"]:
-    """Keep as many values of each row as the pool has free entries, and replace all later values with -inf."""
+    """In each row, keep the first N finite values if the pool has N free entries. Replace later values with -inf."""
     return np.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdims=True), values, -inf)
 
 

@@ -125,7 +125,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
             its config, or a layer overrides only its forward pass.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    check_backward(model)  # before the forward pass, which a changed layer may break
+    check_backward(model)  # first, because a changed layer may break the forward pass
     parameters(model)  # raises an error if the model's parameters don't match its config
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # multiplying by a Python number keeps float32

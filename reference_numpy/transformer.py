@@ -88,9 +88,9 @@ class Encoder(Part):
 class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
-    It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The matrices of a new model are zero until you set weights. Use ``from_weights`` to create a model with given
-    weights.
+    At every target position, it computes the logits of the next token from the encoder memory and the target tokens up
+    to this position. The matrices of a new model are zero until you set weights. Use ``from_weights`` to create a model
+    with given weights.
 
     Args:
         config: Model configuration.
@@ -198,7 +198,7 @@ class Decoder(Part):
     def decode_step(
         self, target_ids: Int[ndarray, " R"] | Int[ndarray, "R L"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[ndarray, "R V"] | Float[ndarray, "R L V"], DecoderCache]:
-        """Return the logits of the token after each of the next target positions, and the cache.
+        """For each of the next target positions, return the logits of the following token. Also return the cache.
 
         ``decode`` computes the same logits from all target tokens at once.
 
@@ -237,8 +237,9 @@ class Decoder(Part):
 class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
-    It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    matrices of a new model are zero until you set weights. Use ``from_weights`` to create a model with given weights.
+    At every target position, it computes the logits of the next token from the source tokens and the target tokens up
+    to this position. The matrices of a new model are zero until you set weights. Use ``from_weights`` to create a model
+    with given weights.
 
     Args:
         config: Model configuration.

@@ -73,7 +73,7 @@ def parameters(model: Model) -> dict[str, ndarray]:
         if not isinstance(array, ndarray):
             raise TypeError(f"{name} must be an array: got {type(array).__name__}")
         second = find(model, name)
-        if second is not array and not np.shares_memory(second, array):  # a property computes the array
+        if second is not array and not np.shares_memory(second, array):  # a property computes a new array
             raise ValueError(f"{name} must be stored in the model: got a new array; assign an array to an attribute")
         other = names.setdefault(byte_bounds(array)[0], name)
         if other != name:
@@ -115,7 +115,10 @@ def _is_floating(array: ndarray) -> bool:
 
 
 def _values(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each attribute of an object, and of each entry of a list, tuple, or dict in it."""
+    """Yield the path and value of each attribute of an object.
+
+    For a list, tuple, or dict, yield the path and value of each entry instead.
+    """
     for key, value in vars(owner).items():
         if type(value) in (list, tuple, dict):  # excludes subclasses, such as Recorder
             entries = value.items() if type(value) is dict else enumerate(value)

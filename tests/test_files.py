@@ -117,7 +117,7 @@ def test_weights_are_stored_in_the_given_dtype(path, config, storage):
 def test_overflow_in_the_storage_dtype_is_rejected(path, config, saved):
     name = "encoder.layers.0.feed_forward.inner_proj.kernel"
     weights = {**random_weights(config), name: np.full((24, 40), -1e5)}
-    with pytest.raises(ValueError, match=rf"^{name} overflows float16: its largest magnitude is 100000\.0$"):
+    with pytest.raises(ValueError, match=rf"^{name} overflows float16: the array's largest magnitude is 100000\.0$"):
         save_weights(path, config, weights, dtype="float16")
     assert path.read_bytes() == saved
 

@@ -93,7 +93,7 @@ def test_adapter_of_another_type_is_not_exported(port):
 
     model = build(port)
     add_adapter(model).lora = Scaled(24, 2, 24, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"query_proj\.lora must be an nnx\.LoRA: got a Scaled; merge its update"):
+    with pytest.raises(ValueError, match=r"query_proj\.lora must be an nnx\.LoRA: got a Scaled; merge the adapter"):
         model.export_weights()
 
 

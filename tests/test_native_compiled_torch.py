@@ -116,7 +116,7 @@ def test_prefix_beyond_the_cache_capacity_is_rejected(port):
     cache = model.init_cache(SOURCE, 3)
     _, cache = model.decode_step(TARGET[:, :1], cache)
     for tokens, message in (
-        (TARGET, r"the cache must have capacity for 4 positions \(1 are in use\): got 3"),
+        (TARGET, r"the cache must have room for 4 positions in total \(1 are in use\): got 3"),
         (TARGET[:1], r"target_ids must have shape \(2,\): got \(1,\)"),
         (TARGET[:, :0], "target_ids must contain at least one token"),
         (TARGET[None], r"target_ids must have shape \[batch, length\]: got \(1, 2, 3\)"),

@@ -417,5 +417,5 @@ def test_decode_step_accepts_several_tokens(port, beam_size):
     with pytest.raises(ValueError, match="all 6 positions are in use"):
         model.decode_step(target[:, 0], cache)
     cache = model.init_cache(SOURCE, 3, beam_size)
-    with pytest.raises(ValueError, match=r"the cache must have capacity for 4 positions \(0 are in use\): got 3"):
+    with pytest.raises(ValueError, match=r"the cache must have room for 4 positions in total \(0 are in use\): got 3"):
         model.decode_step(target[:, :4], cache)

@@ -73,7 +73,7 @@ def test_append_to_a_full_cache_raises_value_error(backend):
     keys, values = (backend.from_numpy(np.ones((5, config.num_heads, 3, d))) for d in (config.d_k, config.d_v))
     kept = cache.append(keys, values)
     assert kept.key.shape[1] == config.num_heads
-    with pytest.raises(ValueError, match=r"the cache must have capacity for 4 positions \(3 are in use\): got 3"):
+    with pytest.raises(ValueError, match=r"the cache must have room for 4 positions in total \(3 are in use\): got 3"):
         cache.append(keys[:, :, :1], values[:, :, :1])
     assert cache.length == 3
 

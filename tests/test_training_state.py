@@ -285,5 +285,5 @@ def test_state_that_overflows_the_dtype_is_rejected(backend, moment):
     before, state = everything(trainer), zero_state(step=9, seed=9)
     getattr(state, moment)[NAME] = np.append(np.zeros(39), 1e300)
     kind, message = refusal(trainer.load_state, state)
-    assert (kind, message) == (ValueError, f"{NAME} overflows float32: its largest magnitude is 1e+300")
+    assert (kind, message) == (ValueError, f"{NAME} overflows float32: the array's largest magnitude is 1e+300")
     assert_same_bits(everything(trainer), before)

@@ -1,9 +1,9 @@
-"""The theoretical costs of a parallelism plan: the number of bytes that each device stores and sends per step.
+"""The theoretical costs of a parallelism plan: how many bytes each device stores, and how many it sends per step.
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
 In an all-gather or a reduce-scatter over W devices, each device sends (W - 1) / W of the array. In an all-reduce, each
-device sends twice as many bytes. The computation ignores scalars, such as the loss and the gradient norm. It also
-ignores the padding that is added to arrays that can't be divided equally.
+device sends twice as many bytes as in a reduce-scatter. The computation ignores scalars, such as the loss and the
+gradient norm. It also ignores the padding that is added to arrays that can't be divided equally.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def sent(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
 def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4) -> dict[str, int]:
     """Return the number of bytes that a device stores in a step.
 
-    The activations include only the operands of matmuls. The backward pass requires all of them, so their size is a
-    lower bound. Attention weights are excluded, because a fused kernel never stores them.
+    The activations include only the operands of matmuls. The backward pass requires all of these operands, so their
+    total size is a lower bound on the memory for activations. Attention weights are excluded, because a fused kernel
+    never stores them.
     """
     own = sum(
         size // (plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1)
@@ -104,7 +105,7 @@ def _shard(plan: Plan, batch: Batch) -> Batch:
 
 
 def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
-    """Yield the number of vectors of size d_model that the all-reduces of tensor parallelism sum.
+    """Yield how many vectors of size d_model are summed in the all-reduces of tensor parallelism.
 
     A single number may be the total for multiple all-reduces.
     """

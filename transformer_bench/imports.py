@@ -79,7 +79,7 @@ def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str, int], N
     Raises:
         ImportError: If a module can't be imported. The message contains the last line that the process printed.
     """
-    prepare_environment()  # the child processes get the same environment variables as in `parity`
+    prepare_environment()  # sets the same environment variables as `parity`; the child processes inherit them
     with Children() as children:
         for number in range(rounds + 1):
             for pair in pairs:

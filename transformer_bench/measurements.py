@@ -13,7 +13,8 @@ from typing import Any
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 
-# Growth exponents are fitted to this number of the largest sizes, because constant costs dominate smaller sizes.
+# Number of sizes to which growth exponents are fitted. Only the largest sizes are used, because constant costs dominate
+# the times of smaller sizes.
 FITTED = 3
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
@@ -72,7 +73,7 @@ class Entry:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the implementation has been timed, and all of its results agree with the reference."""
+        """True if the implementation has been timed and all of its results agree with the reference."""
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:

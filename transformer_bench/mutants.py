@@ -158,7 +158,7 @@ class _Changes:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
-        # Header lines of the most recent function that isn't nested in a function.
+        # Header lines of the last visited function that isn't nested in another function.
         self.function: tuple[int, int] | None = None
         # Header lines of the enclosing function while an inner function is mutated, otherwise None.
         self.outer: tuple[int, int] | None = None

@@ -52,7 +52,7 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 SLOW = ("jax", "tf")
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
-ROOM = 4 * 2**30  # maximum bytes that a mutant may allocate in addition to the memory of the process at its start
+ROOM = 4 * 2**30  # maximum number of bytes by which a mutant may increase the memory use of its process
 IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # from the fastest to the slowest stage
 
 
@@ -179,8 +179,9 @@ class ColumnTrials:
 
         Args:
             package: The name of the package, possibly a mutated copy.
-            lines: The lines that each trial executes; only trials that execute a modified line run. If None, all trials
-                run, each with a newly loaded model, so that a tracer can record the lines that each trial executes.
+            lines: The lines that each trial executes. A trial is run only if it executes a modified line. If None, all
+                trials are run, each with a newly loaded model, so that a tracer can record the lines that each trial
+                executes.
             changed: The modified lines; empty if every trial can detect the change.
         """
         for dtype in self.dtypes:

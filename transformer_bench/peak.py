@@ -20,7 +20,7 @@ from transformer_parity.transformer.ports.matmuls import library, multiplied, ti
 from transformer_parity.transformer.ports.registry import PORTS
 
 WIDTH = {"cpu": 2048, "gpu": 8192}  # width of the square matrices that measure the matmul throughput
-ROW = 512  # row length of the matrix that measures the memory bandwidth
+ROW = 512  # row length of the matrix that is read to measure the memory bandwidth
 LEAST_READ = 2**18  # minimum number of elements of this matrix, so that it exceeds the first-level cache
 
 
@@ -47,15 +47,15 @@ class Peak:
 
     @property
     def bandwidth(self) -> float:
-        """The highest memory bandwidth of any library."""
+        """The highest memory bandwidth that any library reached."""
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:
         """Return the minimum time in seconds that a workload takes at this peak, according to a roofline model.
 
-        Each matmul takes as long as its arithmetic operations, or as long as reading its right operand (weights, keys,
-        or values), whichever is longer. In training, Adam also reads the weights, gradients, and two moments in
-        float32, and writes all of them except the gradients.
+        The time for each matmul is the time for its arithmetic operations or the time for reading its right operand
+        (weights, keys, or values), whichever is longer. In training, Adam also reads the weights, gradients, and two
+        moments in float32, and writes all of them except the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0

@@ -25,7 +25,7 @@ MEBI = 2**20
 OURS = {
     *PORTS,
     *(port.package for port in PORTS.values()),
-}  # first words of the display names of this project's packages
+}  # the display name of each package of this project starts with one of these words
 
 
 def place_of(machine: Mapping[str, Any]) -> str:

@@ -3,17 +3,17 @@
 Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The workload is the same as in
 ``parity bench``. Two warm-up calls are excluded.
 
-- NumPy: Python's ``cProfile`` measures the CPU time of each function. A table assigns a kind of work to some
-  functions, such as the methods of ``Linear`` and ``LayerNorm``. The time of any other function is added to the time
+- NumPy: Python's ``cProfile`` measures the CPU time of each function. A table maps some functions, such as the methods
+  of ``Linear`` and ``LayerNorm``, to the kind of work that they do. The time of any other function is added to the time
   of its callers.
 - PyTorch: ``torch.profiler`` measures the time of each operation.
-- JAX and TensorFlow: The profilers of these frameworks measure the time of each XLA instruction. By default, XLA
-  doesn't compile TensorFlow's training step, so its profile lists graph operations instead. The profiles don't
-  distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for both matmuls and sums; calls
-  without a matmul are reported as ``sum_fusion``.
+- JAX and TensorFlow: The profilers of these frameworks measure the time of each XLA instruction. By default,
+  TensorFlow's training step isn't compiled using XLA, so the profile of this step lists graph operations instead. The
+  profiles don't distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for both matmuls and
+  sums; calls without a matmul are reported as ``sum_fusion``.
 
-The remaining time is attributed to Python. ``--form compiled`` selects the compiled mode that ``parity bench --peers``
-also times, and ``--largest 20`` also prints the names of functions or operations.
+The remaining time is attributed to Python. ``--form compiled`` selects the same compiled mode as ``parity bench
+--peers``. ``--largest 20`` adds the names of functions or operations to the output.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
         operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow's names are PATH:TYPE
         stats = dict(event.stats)
         if "hlo_op" in stats:
-            if not re.match(r"while|call|conditional", event.name):  # their operations are separate events
+            if not re.match(r"while|call|conditional", event.name):  # the operations that they run are separate events
                 key = stats["hlo_module"], event.name
                 if event.name.startswith("ynn_") and key not in has_matmul:
                     raise ValueError(f"the XLA dump does not contain {event.name} of {stats['hlo_module']}")
@@ -221,7 +221,7 @@ PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
 
 
 def kind_of(backend: str, name: str) -> str:
-    """Return the kind of work of a function or an operation: the first matching entry in ``KINDS``, or ``REST``."""
+    """Return the kind of work that a function or operation does: the first match in ``KINDS``, or ``REST``."""
     return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
 
 

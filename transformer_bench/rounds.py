@@ -66,14 +66,18 @@ class TimedImplementation:
         return found
 
     def show(self) -> Any:
-        """Rerun the workload and return every step. Called if the result isn't sufficient to explain a difference."""
+        """Rerun the workload and return every step.
+
+        This method is called if the workload's result isn't sufficient to explain a difference.
+        """
         raise NotImplementedError(
             f"{self.name} does not report the steps of its search, so a difference cannot be explained"
         )
 
 
-Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result and a function that shows steps; returns near-ties
-Tell = Callable[[str, str], None]  # takes the name of an implementation and its current activity
+# Function that takes a result and a function that returns the search steps. It returns a description of the near-ties.
+Verify = Callable[[Any, Callable[[], Any]], str]
+Tell = Callable[[str, str], None]  # function that takes the name of an implementation and its current activity
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,12 @@ class Reply:
 
     Attributes:
         answer: The return value.
-        seconds: The duration of the call in seconds. With multiple processes, the longest duration.
+        seconds: The duration of the call in seconds. If there are multiple processes, this is the longest duration.
         processor_seconds: The CPU time in seconds, summed over all threads and processes.
         peak_bytes: The peak memory during the call, or since the start of the process if the system can't reset the
-            peak. With multiple processes, the largest peak. None if unknown.
-        held_bytes: The memory of the process after the call. With multiple processes, the largest value. None if
-            unknown.
+            peak. If there are multiple processes, this is the largest of their peaks. None if unknown.
+        held_bytes: The memory of the process after the call. If there are multiple processes, this is the largest of
+            their values. None if unknown.
         others: The return values in the other processes.
     """
 
@@ -240,7 +244,7 @@ def _run(process: ImplementationProcess, verify: Verify) -> Reply:
 
 
 def work(parent: Parent) -> None:
-    """Receive an implementation, and answer calls of its methods until the parent closes the connection."""
+    """Receive an implementation, and call its methods on request until the parent closes the connection."""
     implementation: TimedImplementation = parent.receive()
     while True:
         try:

@@ -34,7 +34,7 @@ class Setting:
         peers: Whether to also time the compiled modes of the packages, and implementations from other projects.
         threads: The number of threads of each implementation.
         rounds: The number of timed calls to each implementation; 0 to only compute the costs of plans.
-        plans: The parallelism plans. The training of each package is also timed with each plan.
+        plans: The parallelism plans. The benchmark also times training with each plan in each package.
     """
 
     backends: Sequence[str]
@@ -101,7 +101,7 @@ class Timing:
         machine: A description of the machine, as returned by ``tables.describe``.
         works: The workloads that were timed.
         races: The entries of each workload.
-        peaks: The machine's peak, measured separately for each workload.
+        peaks: The machine's peak throughput and memory bandwidth, measured separately for each workload.
         interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 

@@ -40,7 +40,7 @@ Machine = Mapping[str, Any]
 
 
 def print_times(console: Console, work: Work, entries: Sequence[Entry], threads: int, peak: Peak | None) -> None:
-    """Print the times, from fastest to slowest, and the verdicts of implementations without a time."""
+    """Print the times, from fastest to slowest, and the verdicts of the implementations that have no times."""
     console.print(work.title, style="bold")
     console.print(f"{work.details}; threads: {threads}")
     against = fastest(entries)
@@ -178,7 +178,7 @@ def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
-    """Print the machine, the versions, and, if the machine was busy before the benchmark, a note."""
+    """Print the machine and the versions, and a note if the machine was busy before the benchmark."""
     console.print(f"{machine['processor']}, CPU cores: {machine['cpus']}")
     found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
     versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]

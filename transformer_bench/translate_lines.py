@@ -124,7 +124,7 @@ def of_ctranslate2(name: str, model: Path, work: DecodeWork, threads: int) -> Tr
 
 
 def measure(options: argparse.Namespace, name: str, model: Path) -> dict[str, Any]:
-    """Return the time, the CPU time, and the translations of one translator."""
+    """Return the elapsed time, the CPU time, and the translations of one translator."""
     prepare_environment()
     work = DecodeWork(options.config, target=options.tokens, beam_size=options.beam)
     if name in PACKAGES:

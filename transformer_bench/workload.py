@@ -55,7 +55,7 @@ class Work:
     """
 
     task: ClassVar[str]
-    what: ClassVar[str]  # the name of the results that are verified
+    what: ClassVar[str]  # name of the verified results in the printed notes
     size: str = "small"
     batch: int = 8
     source: int = 64
@@ -78,7 +78,7 @@ class Work:
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype of parameters."""
+        """The dtype of the parameters."""
         return self.dtype
 
     @property
@@ -98,7 +98,7 @@ class Work:
 
     @cached_property
     def target_ids(self) -> ndarray:
-        """The decoder input [B, T]: BOS and target tokens, with total lengths between T / 2 and T."""
+        """The decoder input [B, T]: BOS followed by target tokens. Including BOS, each row has T / 2 to T tokens."""
         ids = self._sentences(SEED + 1, self.config.target_vocab_size, self.target)
         ids[:, 0] = self.config.bos_id
         return ids
@@ -121,7 +121,8 @@ class Work:
             elif name.endswith(".bias"):
                 weights[name] = rng.normal(0.0, 0.1, array.shape).astype(np.float32)
             elif name.endswith("_attention.output_proj.kernel"):
-                weights[name] = array / 2.0  # otherwise, every sentence would repeat the tokens that it attends to
+                # With larger weights, every output would only repeat the tokens that it attends to.
+                weights[name] = array / 2.0
         return weights
 
     def matmuls(self) -> Iterator[Matmul]:
@@ -232,7 +233,7 @@ class TrainWork(Work):
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype of parameters."""
+        """The dtype of the parameters."""
         return "float32"
 
     @property

@@ -1,8 +1,9 @@
 """Optimized functions and layers.
 
 A model with ``fast=False`` doesn't use them, but computes the same results up to rounding. ``accelerate`` makes
-attention process long inputs block by block, and replaces linear layers with layers whose gradients are plain matmuls.
-Searches select the best extensions block by block.
+attention process long inputs block by block, and replaces linear layers with layers that compute their gradients using
+plain matmuls. In each step of a search, ``top_by_blocks`` divides the scores of all possible next tokens into blocks,
+and ranks only the scores in the blocks with the largest maxima.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, computing the maximum of each block takes 90% less time than ``top_k`` on all values. The largest values
-    are in the blocks with the largest maxima. If multiple blocks have the same maximum, the earlier blocks are used.
+    are in the blocks with the largest maxima. If blocks have the same maximum, earlier blocks are preferred.
     """
     rows, size = values.shape
     values = jnp.where(jnp.isnan(values), inf, values)  # rank NaN first, so that the search raises an error

@@ -97,7 +97,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[Array], micro_batches: int) -> Sequence[Array]:
-    """Return a batch whose rows are divided over the devices of a mesh.
+    """Return a batch whose rows are divided among the devices of a mesh.
 
     The shape is [rows, L], or [micro_batches, rows, L] if there are multiple micro-batches.
 
@@ -147,7 +147,7 @@ def check_same(what: str, *values: Any) -> None:
     """Check that all processes have the same values.
 
     Raises:
-        ValueError: If a process has different values.
+        ValueError: If the values differ between processes.
     """
     if jax.process_count() == 1:
         return
@@ -167,8 +167,8 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
     """
     if mesh is None:
         return arrays
-    # Without these constraints, XLA may shard a matmul differently: it may gather the activations, and divide the sums
-    # in the matmul among the devices.
+    # Without these constraints, XLA may shard a matmul differently: it may gather the activations and let each device
+    # compute a part of every sum in the matmul.
     return {
         name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
         for name, array in arrays.items()

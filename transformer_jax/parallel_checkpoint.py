@@ -67,7 +67,7 @@ def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan. Each process reads only its own shards. If an error
-    occurs, the trainer doesn't change.
+    occurs, the trainer remains unchanged.
 
     Args:
         directory: Path of the directory.

@@ -175,8 +175,8 @@ class Part(nnx.Module):
         If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 
         Raises:
-            ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
-                variable of the forward pass has no canonical name, or the parameters have only shapes and no values.
+            ValueError: If a layer of this package was replaced with a different type of layer, if the forward pass uses
+                a variable that has no canonical name, or if the parameters have only shapes and no values.
         """
         return get_weights(self)
 

@@ -37,7 +37,7 @@ def set_precision(precision: str) -> None:
     Args:
         precision: With ``highest``, matmuls are computed in full float32, so that results agree across frameworks. With
             ``fast``, matmuls may use fewer mantissa bits (TF32 on a GPU), which is faster. Most CPUs compute in full
-            float32 either way.
+            float32 with both settings.
 
     Raises:
         ValueError: If the precision is unknown.

@@ -1,4 +1,4 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, sampling, and scores of given translations.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, sampling, and scoring of given translations.
 
 Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
@@ -48,8 +48,8 @@ def greedy_search(
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        prefix_ids: First tokens of each hypothesis, without BOS, as a padded array [B, P]. They don't contribute to the
+            score unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: If True, return NumPy arrays. If False, return JAX arrays on the model's device.
 
@@ -111,8 +111,8 @@ def beam_search(
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        prefix_ids: First tokens of each hypothesis, without BOS, as a padded array [B, P]. They don't contribute to the
+            score unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: If True, return NumPy arrays. If False, return JAX arrays on the model's device.
 
@@ -168,16 +168,16 @@ def sample(
         num_samples: Number of samples per sequence.
         temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
         top_k: Number of most likely tokens to sample from (Fan et al., 2018). If None, all tokens are used.
-        top_p: Minimum total probability of the most likely tokens to sample from (Holtzman et al., 2020). Applied after
-            ``top_k``. If None, all tokens are used.
+        top_p: Sample only from the smallest set of most likely tokens whose total probability is at least ``top_p``
+            (Holtzman et al., 2020). ``top_k`` is applied first. If None, all tokens are used.
         seed: Seed for the random numbers. It must be at least 0.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         source_mask: True for source positions that contain a token [B, S]. If None, it is derived from ``source_ids``.
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
-            unless ``rules.score_forced`` is True. If None, no prefix is used.
+        prefix_ids: First tokens of each hypothesis, without BOS, as a padded array [B, P]. They don't contribute to the
+            score unless ``rules.score_forced`` is True. If None, no prefix is used.
         rules: Search rules, such as ``SearchRules.preset("hf")``. If None, the paper's rules are used.
         as_numpy: If True, return NumPy arrays. If False, return JAX arrays on the model's device.
 
@@ -360,7 +360,7 @@ class Beam(NamedTuple):
         # 3. Continue with the best K extensions that don't end, if at least one of them can still enter the pool.
         alive, rank = self.top(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens had probability 1
+        attainable = alive[:, 0] / plan.penalties[longest]  # score if all further tokens had probability 1
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf

@@ -132,7 +132,7 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
         seed: Seed for dropout. The dropout masks of a step depend only on the seed, the step number, and whether
-            ``jax_enable_x64`` is on.
+            ``jax_enable_x64`` is enabled.
         mesh: Mesh from ``make_mesh``. Each step divides the batch among the mesh's devices. Pass the full batch in
             every process. If None, only the model's device is used.
         dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
@@ -173,8 +173,8 @@ class Trainer:
         self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
-        # Commit the arrays to their devices. The results of a step are committed, and JAX would recompile the second
-        # step if the inputs of the first step were not.
+        # Commit the arrays to their devices. The results of a step are committed, so if the inputs of the first step
+        # were uncommitted, JAX would recompile the second step.
         parameters = place(jax.tree.map(jnp.asarray, parameters_of(model)), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
@@ -204,7 +204,7 @@ class Trainer:
         settings, config = self.settings, self.model.config
         parameters = parameters_of(self.model)
         batch, random_bits = self._take(parameters, source_ids, target_ids, labels)
-        # Compute the learning rate and the corrections in Python, so that they are exact even if float64 is off in JAX.
+        # Compute the learning rate and the bias corrections in Python, so that they are exact without JAX's float64.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
@@ -386,7 +386,7 @@ def _gradient(structure, settings, parameters, batch, random_bits):
 
 
 def _loss_with_dropout(structure, settings, parameters, batch, key):
-    """Return the loss in training mode, using the precision in the settings and dropout with the given key."""
+    """Return the loss in training mode. The settings specify the precision, and the key seeds dropout."""
     model = structure.build(parameters)
     model.train()
     for stack in (model.encoder, model.decoder):

@@ -80,8 +80,9 @@ class Encoder(Part):
 class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
-    It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
+    At every target position, it computes the logits of the next token from the encoder memory and the target tokens up
+    to this position. The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with
+    given weights.
 
     Args:
         config: Model configuration.
@@ -195,7 +196,7 @@ class Decoder(Part):
     def decode_step(
         self, target_ids: Int[Array, " R"] | Int[Array, "R L"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Array, "R V"] | Float[Array, "R L V"], DecoderCache]:
-        """Return the logits of the token after each of the next target positions, and the cache.
+        """For each of the next target positions, return the logits of the following token. Also return the cache.
 
         ``decode`` computes the same logits from all target tokens at once.
 
@@ -231,8 +232,9 @@ class Decoder(Part):
 class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
-    It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
+    At every target position, it computes the logits of the next token from the source tokens and the target tokens up
+    to this position. The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with
+    given weights.
 
     Args:
         config: Model configuration.

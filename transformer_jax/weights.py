@@ -44,8 +44,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     _check_replaceable(model, parameters, weights)
     for parameter in parameters.values():
         check_float64(parameter.dtype.name)
-    # Round all weights first, so that an error leaves the model unchanged. JAX may alias a NumPy array permanently, so
-    # give it a separate copy.
+    # Round all weights before assigning any of them, so that an error leaves the model unchanged. JAX may alias a NumPy
+    # array permanently, so pass a separate copy to JAX.
     arrays = {name: rounded(name, weights[name], parameter.dtype.name) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.set_value(_put(arrays[name], parameter.get_value()))
@@ -60,8 +60,8 @@ def get_weights(model: Model) -> dict[str, ndarray]:
         model: Model to read.
 
     Raises:
-        ValueError: If a layer of this package was replaced with a different type of layer, a parameter or another
-            variable of the forward pass has no canonical name, or the parameters have only shapes and no values.
+        ValueError: If a layer of this package was replaced with a different type of layer, if the forward pass uses a
+            variable that has no canonical name, or if the parameters have only shapes and no values.
     """
     check_layers(model, adapters=True)
     return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}
@@ -168,14 +168,14 @@ def _check_adapter(path, layer, allowed):
         )
     if type(layer.lora).__call__ is not nnx.LoRA.__call__:
         raise ValueError(
-            f"{path}.lora must be an nnx.LoRA: got a {type(layer.lora).__name__}; merge its update into the kernel, "
+            f"{path}.lora must be an nnx.LoRA: got a {type(layer.lora).__name__}; merge the adapter into the kernel, "
             "and put the original layer back"
         )
     return True
 
 
 def _check_tie(model):
-    """Raise a ValueError if the config ties the output projection, but the projection uses a different matrix."""
+    """Raise a ValueError if the config ties the output projection, but it doesn't use the embedding matrix."""
     is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
     owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
     matrix = getattr(getattr(find(model, "output_proj"), "embedding", None), "embedding", None) if is_tied else None

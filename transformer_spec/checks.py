@@ -67,7 +67,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
     Raises:
         TypeError: If the value is not a number, or is a bool.
-        ValueError: If the value is not finite, or not allowed.
+        ValueError: If the value is infinite, NaN, or not one of the allowed values.
     """
     value = value.item() if isinstance(value, np.number) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -148,12 +148,12 @@ def check_ids(
     """Check token IDs. Some frameworks would silently clamp or wrap invalid IDs, or return NaN for them.
 
     Args:
-        name: Name of the IDs in the error message.
+        name: Name that the error message uses for the IDs.
         shape: Shape of the IDs, [batch, length].
         dtype: NumPy name of the dtype of the IDs.
         vocab_size: Size of the vocabulary. All IDs must be less than this size.
         max_positions: Maximum length in tokens. None means no limit.
-        values: The IDs, or None if the code is traced and values can't be read.
+        values: The IDs, or None if they can't be read because the code is traced.
 
     Raises:
         TypeError: If the IDs are not integers.
@@ -222,10 +222,10 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
 
 
 def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
-    """Raise a ValueError unless a cache has capacity for ``more`` positions. None means that a size is unknown."""
+    """Raise a ValueError unless a cache has room for ``more`` new positions. None means that a size is unknown."""
     if None not in (length, more, capacity) and length + more > capacity:
         raise ValueError(
-            f"the cache must have capacity for {length + more} positions ({length} are in use): got {capacity}"
+            f"the cache must have room for {length + more} positions in total ({length} are in use): got {capacity}"
         )
 
 

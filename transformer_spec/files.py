@@ -51,7 +51,7 @@ class VocabularyFiles(NamedTuple):
     """A vocabulary that is not a sentencepiece model.
 
     Attributes:
-        kind: Name of the vocabulary type, which consists of letters, digits, and ``_``.
+        kind: Name of the vocabulary type. The name consists of letters, digits, and ``_``.
         files: Contents of the files, keyed by name.
     """
 
@@ -78,8 +78,8 @@ def save_weights(
             dtype. If None, each array keeps its dtype.
         vocabulary: A sentencepiece model, or the files of another type of vocabulary. With a vocabulary, the file
             contains everything that is required to translate text. If None, no vocabulary is stored.
-        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. If None, no
-            notes are added.
+        notes: Up to two dicts that can be converted to JSON: ``search`` contains search settings, and ``origin``
+            describes where the weights come from. If None, no notes are added.
         part: If ``encoder`` or ``decoder``, write only the weights of this part. If None, write all weights.
 
     Raises:
@@ -194,7 +194,7 @@ def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[s
         SafetensorError: If safetensors can't write the file.
     """
     path.touch()
-    mode = path.stat().st_mode  # save_file restricts the permissions
+    mode = path.stat().st_mode  # save_file restricts the file's permissions
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     os.chmod(path, mode)
 
@@ -228,7 +228,7 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that JSON can store values without changing them, unlike tuples, NaN, NumPy numbers, and non-string keys.
+    """Check that JSON can store a dict unchanged. Examples of errors are tuples, NaN, NumPy numbers, and integer keys.
 
     Args:
         name: Name of the dict in the error message.
@@ -254,7 +254,7 @@ def note_checksum(name: str, note: Mapping[str, Any]) -> str:
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a tensor: a JSON list of its name, dtype, and shape, then the tensor's bytes in C order."""
+    """Return the SHA-256 of a tensor's name, dtype, and shape (as a JSON list), followed by its bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -321,7 +321,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    # Allocate one large block. The C library returns it to the operating system when it is freed, unlike small arrays.
+    # Use one large block, because the C library may not return the memory of small arrays to the operating system.
     pieces = map(file.get_slice, names)
     sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
     room = np.empty(sum(sizes), np.uint8)

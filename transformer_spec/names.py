@@ -21,7 +21,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-# For each part, the prefixes of its parameters' names.
+# For each part of the model, the prefixes of the parameter names.
 PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -49,7 +49,7 @@ def find(model: Any, path: str) -> Any:
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every stored parameter, in the order of Figure 1.
 
-    A tied matrix is listed once, under the name under which it is stored.
+    A tied matrix is listed only once, by the name that files use for it.
 
     Args:
         config: Model configuration.
@@ -204,7 +204,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
         copy = np.array(array, dtype=dtype, order="C")
     if not np.isfinite(copy).all():
-        raise ValueError(f"{name} overflows {dtype}: its largest magnitude is {np.abs(array).max()}")
+        raise ValueError(f"{name} overflows {dtype}: the array's largest magnitude is {np.abs(array).max()}")
     return copy
 
 

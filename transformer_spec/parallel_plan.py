@@ -46,10 +46,10 @@ class Plan:
     Attributes:
         data: Number of copies of the model. Each copy processes different rows of the batch (Goyal et al., 2017).
         fsdp: Number of shards into which each parameter and its moments are divided. The devices gather a parameter
-            when they need it. Devices with different shards also process different rows of the batch (Rajbhandari et
-            al., 2020).
-        tensor: Number of parts into which the attention heads and the feed-forward networks are divided. Devices with
-            different parts process the same rows (Shoeybi et al., 2019).
+            when they need it. Devices that store different shards also process different rows of the batch (Rajbhandari
+            et al., 2020).
+        tensor: Number of parts into which the attention heads and the feed-forward networks are divided. Devices that
+            store different parts of a layer process the same rows (Shoeybi et al., 2019).
 
     Raises:
         TypeError: If a size is not an integer.

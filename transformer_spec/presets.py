@@ -58,9 +58,9 @@ TABLE_3: dict[str, dict[str, Any]] = {
 # Published implementations. The tests compare each preset with the published code, or with a transcription of the
 # formulas in that code.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    # The first release of tensor2tensor (June 2017), the code closest to the paper, without its target-space embedding.
-    # It sets the embedding of padding to zero only on lookup. Therefore, this preset can't exactly represent a
-    # checkpoint in which the stored embedding of padding is nonzero.
+    # The first release of tensor2tensor (June 2017), which is the code closest to the paper. This preset omits the
+    # release's target-space embedding. The release sets the embedding of padding to zero only on lookup. Therefore,
+    # this preset can't exactly represent a checkpoint in which the stored embedding of padding is nonzero.
     "t2t_2017": {
         **_T2T_POSITIONS,
         "attention_bias": True,
@@ -102,7 +102,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # BART (Lewis et al., 2020) adds a layer norm after the embeddings. Its first two positional embeddings are unused.
     # Decoding starts with EOS.
     "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
-    # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language token.
+    # PLBART (Ahmad et al., 2021), a variant of BART for source code. It scales the embeddings. Decoding starts with a
+    # language token.
     "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
     # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token or, in some models, with EOS
     # and a language token.
@@ -121,8 +122,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Compared with a model that uses this preset, the embedding weights in Flax's checkpoints are
-    # sqrt(d_model) times larger. Flax divides the logits by sqrt(d_model).
+    # Flax's WMT example. The embedding weights in Flax's checkpoints are larger than the weights of an equivalent model
+    # with this preset, by a factor of sqrt(d_model). Flax divides the logits by sqrt(d_model).
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,
@@ -131,7 +132,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "bos_id": 0,
         "label_smoothing_kind": "off_target",
     },
-    # TransformerEncoder and TransformerDecoder of keras_hub, with its TokenAndPositionEmbedding.
+    # TransformerEncoder, TransformerDecoder, and TokenAndPositionEmbedding of keras_hub.
     "keras_hub": {
         "layer_norm_epsilon": 1e-5,
         "position_encoding": "learned",

@@ -73,7 +73,7 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Cut ``nbest_ids`` and ``nbest_scores`` to the shapes of this result's arrays, and return them as a result."""
+        """Cut ``nbest_ids`` and ``nbest_scores`` to the shapes of this object's arrays, and return a new result."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
@@ -144,7 +144,7 @@ class Search:
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. If None, ``config.bos_id`` is used.
         rules: Rules of the search. The defaults are the paper's rules.
-        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. If None, no prefix is used.
+        prefix_ids: First tokens of each sequence's hypotheses, without BOS, as a padded array. None means no prefix.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
         top_k: Number of most likely tokens to sample from. If None, all tokens are used.
         top_p: Sample only from the smallest set of most likely tokens whose total probability is at least ``top_p``.
@@ -207,7 +207,7 @@ class Search:
 
         Args:
             name: ``paper``, ``hf`` (Hugging Face), ``fairseq``, or ``marian``.
-            rules: Fields to change in ``SearchRules.preset(name)``, or complete rules that replace this preset.
+            rules: Fields to change in ``SearchRules.preset(name)``, or a ``SearchRules`` object that replaces it.
             options: Other fields of ``Search`` to set.
 
         Raises:

@@ -19,7 +19,7 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
-    """Pad the source IDs, the source mask, and the plan at the end to one of a few sizes, and return them.
+    """Pad the source IDs, the source mask, and the plan, so that only a few different sizes occur, and return them.
 
     The batch size is rounded up to a power of two by adding sequences with a maximum length
     of 0. The lengths are rounded up by ``round_up`` and then limited to ``max_positions``.

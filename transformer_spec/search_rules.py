@@ -35,7 +35,7 @@ class SearchRules:
         pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses`` hypotheses. ``beam``: the
             best ``beam_size`` hypotheses (Hugging Face). ``first``: the first ``beam_size`` hypotheses (fairseq).
         at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the token that the search
-            selects, as for all earlier tokens. ``forced``: EOS, as if it had probability 1 (Hugging Face,
+            selects, in the same way as all earlier tokens. ``forced``: EOS, as if it had probability 1 (Hugging Face,
             ``forced_eos_token_id``). ``scored``: EOS, with the probability that the model predicts (fairseq).
         beam_shrinks: True if each finished hypothesis permanently reduces the beam size by 1 (Marian). If the beam size
             is reduced to N, each step keeps the N best hypotheses. All other hypotheses are dropped, even if they end
@@ -147,7 +147,7 @@ class SearchRules:
 
 
 def check_generated(name: str, tokens: Iterable[int], config: TransformerConfig) -> None:
-    """Check IDs that a hypothesis may contain before it ends.
+    """Check the IDs of tokens that a hypothesis may contain before its last token.
 
     Raises:
         ValueError: If an ID is outside the vocabulary, or is EOS or padding.

@@ -158,7 +158,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The loss of a batch and its gradients.
+    """The loss of a batch, and the gradients of this loss.
 
     Attributes:
         loss: Label-smoothed cross-entropy per target token, in nats.

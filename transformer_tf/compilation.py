@@ -97,7 +97,7 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: Trainer.
         function: Method of the trainer.
-        part: First arguments of the function. On a mesh, the first axis of each array is the device axis.
+        part: Leading positional arguments of the function. On a mesh, the first axis of each array is the device axis.
         numbers: Remaining arguments of the function. These arguments and the result are the same on all devices.
         by_xla: If True, the function is compiled using XLA, once per shape.
 
@@ -148,8 +148,8 @@ def _traced(trainer, function, arguments, by_xla):
 def _any_length(array):
     """Return a ``TensorSpec`` for an array.
 
-    If the array contains IDs, the spec allows any number of rows and any length. Otherwise, it allows only the shape of
-    the array.
+    If the array contains IDs, the spec allows any number of rows and any length. Otherwise, it allows only arrays of
+    the same shape.
     """
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32

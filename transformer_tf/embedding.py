@@ -157,7 +157,8 @@ class OutputProjection(Block):
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         size, tied = config.target_vocab_size, config.tie_embeddings != "none"
-        self.embedding = embedding if tied else None  # store the layer, not its matrix, so that Keras saves it once
+        # Store the layer instead of its matrix, so that Keras saves the matrix only once.
+        self.embedding = embedding if tied else None
         self.linear: Any = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
         self.bias = self.add_weight(shape=(size,), initializer="zeros", name="bias") if config.output_bias else None
 

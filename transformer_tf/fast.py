@@ -48,7 +48,7 @@ def attend_by_blocks(
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
-    # A GPU is faster with all heads at once.
+    # A GPU is faster if it processes all heads at once.
     if tap is no_tap and dropout is None and is_long and not tf.config.list_physical_devices("GPU"):
         return _attend_in_blocks(query, key, value, mask)
     return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
@@ -99,9 +99,9 @@ def top_by_blocks(
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, computing the maximum of each block takes 85% less time than ``top_k`` on all values. The largest values
-    are in the blocks with the largest maxima, or in the remainder after the last block. If multiple blocks have the
-    same maximum, the earlier blocks are used. If there are at most ``count`` blocks, ``top_k`` is applied to all
-    values. Sizes are unknown during tracing, so there is no separate code path for this case.
+    are in the blocks with the largest maxima, or in the remainder after the last block. If blocks have the same
+    maximum, earlier blocks are preferred. If there are at most ``count`` blocks, ``top_k`` is applied to all values.
+    Sizes are unknown during tracing, so there is no separate code path for this case.
     """
     rows, size = keras.ops.shape(values)
     values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error

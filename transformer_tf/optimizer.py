@@ -52,7 +52,7 @@ class Adam:
 
         Args:
             gradient: Gradient of each parameter, keyed by canonical name.
-            scale: Factor by which the gradient is multiplied first.
+            scale: Factor by which the gradient is multiplied before the moments are updated.
             learning_rate: Learning rate for this step.
             corrections: Bias corrections for this step, from ``settings.bias_corrections``.
         """

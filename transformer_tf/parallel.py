@@ -125,7 +125,7 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
     """Check that all processes have the same values.
 
     Raises:
-        ValueError: If a process has different values.
+        ValueError: If the values differ between processes.
     """
     digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
 
@@ -158,7 +158,7 @@ def summed(trainer: Any, values: Any) -> Any:
     if trainer.mesh is None:
         return values
     context, (total, tokens, *gradient) = tf.distribute.get_replica_context(), values
-    tokens = context.all_reduce("SUM", tokens)  # separately, because integers are summed on the host
+    tokens = context.all_reduce("SUM", tokens)  # a separate call, because integers are summed on the host
     total, *gradient = context.all_reduce("SUM", [total, *gradient])
     return total, tokens, *gradient
 
@@ -204,7 +204,8 @@ def _joined():
         raise RuntimeError(f"this worker cannot listen on its address in TF_CONFIG: {error}") from error
 
 
-# Two strategies on the same devices would mix up their collectives, so each strategy is created only once.
+# If two strategies used the same devices, TensorFlow would mix up their collectives, so each strategy is created only
+# once.
 _mirrored = cache(tf.distribute.MirroredStrategy)
 _multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)
 

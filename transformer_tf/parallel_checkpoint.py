@@ -144,5 +144,5 @@ def _held(reader):
 
 
 def _key(name):
-    """Return TensorFlow's key of a tensor, in which dots of attribute names are doubled."""
+    """Return the key that TensorFlow uses for a tensor. In this key, each dot of the tensor's name is doubled."""
     return f"tensors/{name.replace('.', '..')}/.ATTRIBUTES/VARIABLE_VALUE"

@@ -31,7 +31,7 @@ def set_precision(precision: str) -> None:
     Args:
         precision: With ``highest``, matmuls are computed in full float32, so that results agree across frameworks. With
             ``fast``, matmuls on a GPU may use TF32, which is faster than float32. Most CPUs compute in full float32
-            either way.
+            with both settings.
 
     Raises:
         ValueError: If the precision is unknown.

@@ -42,7 +42,7 @@ def apply_rules(
 
 
 def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) -> Float[Tensor, "B X"]:
-    """Keep as many values of each row as the pool has free entries, and replace all later values with -inf."""
+    """In each row, keep the first N finite values if the pool has N free entries. Replace later values with -inf."""
     left = tf.reduce_sum(tf.cast(finished == -inf, tf.int32), 1, keepdims=True)
     return tf.where(tf.cumsum(tf.cast(values != -inf, tf.int32), 1) <= left, values, -inf)
 

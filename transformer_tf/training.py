@@ -118,7 +118,7 @@ class CrossEntropy(keras.losses.Loss):
         return losses
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, which Keras saves."""
+        """Return the constructor's arguments. Keras saves them with the model."""
         return {**super().get_config(), "config": self.config.to_dict()}
 
 
@@ -208,7 +208,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
             raise ValueError(
-                "compile=True does not support a mesh, whose sums XLA cannot compile; remove compile or mesh"
+                "compile=True does not support a mesh, because XLA cannot compile its sums; remove compile or mesh"
             )
         self.has_checked_batches = False
         self._compile = compile
@@ -242,8 +242,8 @@ class Trainer:
 
         Raises:
             TypeError: If the IDs are not integers.
-            ValueError: If the IDs have the wrong shape or are outside the vocabulary, ``accumulation_steps`` doesn't
-                divide the batch size, the trainable variables changed, or a layer adds a loss or updates a variable.
+            ValueError: If the IDs have an invalid shape or value, if ``accumulation_steps`` doesn't divide the batch
+                size, if the trainable variables changed, or if a layer adds a loss or updates a variable.
         """
         check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
@@ -306,7 +306,7 @@ class Trainer:
                 moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 
     def _part(self, batch):
-        """Return the rows of a batch and the random bits for its dropout. On a mesh, their first axis is the device."""
+        """Return the rows of a batch and the random bits for dropout. On a mesh, the first axis is the device axis."""
         micro_batches = self.settings.accumulation_steps
         check_accumulation(micro_batches, batch[0].shape[0])
         return spread_rows(self, batch, micro_batches), tf.constant(random_bits(self, len(seed_states(self.model))))
@@ -388,7 +388,7 @@ def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
     policies = [(layer, layer.dtype_policy, getattr(layer, "reverse_dtype", None)) for layer in layers]
     stacks = model.encoder, model.decoder
     for layer, *_ in policies:
-        layer.dtype_policy, layer.reverse_dtype = "mixed_bfloat16", "bfloat16"  # for the tied output
+        layer.dtype_policy, layer.reverse_dtype = "mixed_bfloat16", "bfloat16"  # tied outputs use the latter
     for stack in stacks:
         stack.activation_checkpointing = settings.activation_checkpointing
     try:

@@ -91,8 +91,9 @@ class Encoder(Part):
 class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
-    It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
+    At every target position, it computes the logits of the next token from the encoder memory and the target tokens up
+    to this position. The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with
+    given weights.
 
     Args:
         config: Model configuration.
@@ -203,7 +204,7 @@ class Decoder(Part):
     def decode_step(
         self, target_ids: Int[Tensor, " R"] | Int[Tensor, "R L"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Tensor, "R V"] | Float[Tensor, "R L V"], DecoderCache]:
-        """Return the logits of the token after each of the next target positions, and the cache.
+        """For each of the next target positions, return the logits of the following token. Also return the cache.
 
         ``decode`` computes the same logits from all target tokens at once.
 
@@ -240,8 +241,9 @@ class Decoder(Part):
 class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
-    It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
+    At every target position, it computes the logits of the next token from the source tokens and the target tokens up
+    to this position. The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with
+    given weights.
 
     Args:
         config: Model configuration.

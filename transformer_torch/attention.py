@@ -101,8 +101,8 @@ class KeyValues(NamedTuple):
 class KeyValueCache:
     """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
-    With a cache, decoding T tokens computes the keys and values of T positions. Without a cache, each step would
-    recompute the keys and values of all earlier positions, 1 + 2 + ... + T positions in total.
+    With a cache, the decoder computes the keys and values of T positions to generate T tokens. Without a cache, each
+    step would recompute the keys and values of all earlier positions, 1 + 2 + ... + T positions in total.
 
     Args:
         key: Buffer for the keys.

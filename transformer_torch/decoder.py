@@ -106,7 +106,7 @@ class DecoderCache:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
             keys and values.
         past: Keys and values of the target positions decoded so far, one entry per layer with self-attention. The
-            ``length`` of these entries is not used; to reorder them, call ``reorder`` of this class.
+            ``length`` of these entries is not used; to reorder them, call this class's ``reorder`` method.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
         positions: Positional encodings that are added to the embeddings, one per target position.

@@ -48,5 +48,5 @@ class PositionwiseFeedForward(nn.Module):
         return tap("output", self.output_proj(self.dropout(inner)))
 
     def extra_repr(self) -> str:
-        """Return the settings that ``print(model)`` shows for this module. The layers show their own settings."""
+        """Return the settings that ``print(model)`` shows for this module, without the settings of its layers."""
         return f"activation={self.activation!r}"

@@ -28,7 +28,9 @@ Dropout = nn.Dropout
 
 
 class OwnDropout(nn.Dropout):
-    """Dropout on one of several devices. It samples the mask for the full batch and model, and uses this device's part.
+    """A dropout layer for one of several devices.
+
+    It samples the mask for the full batch and all parts of the divided axis, and uses this device's part of the mask.
 
     All devices sample the same random numbers, so the result doesn't depend on the number of devices.
 

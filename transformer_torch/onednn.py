@@ -16,7 +16,8 @@ from torch import Tensor
 
 SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
 LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster if the input has few rows
-LARGE_PRODUCT = 2**19  # if a matmul has fewer multiplications, MKL's layout is faster, even if oneDNN is on
+# If a matmul has fewer multiplications than LARGE_PRODUCT, MKL's layout is faster, even if oneDNN is on.
+LARGE_PRODUCT = 2**19
 
 
 def is_on() -> bool:
@@ -43,7 +44,7 @@ def takes_bfloat16() -> bool:
 
 
 def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
-    """Return a function like ``F.linear`` that uses the fastest layout of the weight for this number of rows.
+    """Return a function like ``F.linear`` that stores the weight in the fastest layout for inputs with ``rows`` rows.
 
     oneDNN needs 15 microseconds to start a matmul. MKL needs only 5 microseconds to multiply 8 rows by 128 x 128
     weights, so small matmuls use MKL.

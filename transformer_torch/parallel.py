@@ -162,11 +162,11 @@ class BatchShard:
         """Check that all processes have the same value.
 
         Args:
-            what: Name of the value in the error message.
+            what: Name that the error message uses for the value.
             value: Value of this process. The processes compare the ``repr`` of their values.
 
         Raises:
-            ValueError: If a process has a different value.
+            ValueError: If the values differ between processes.
         """
         if self.mesh is None:
             return

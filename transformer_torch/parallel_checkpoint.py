@@ -123,7 +123,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _tensors(trainer):
-    """Return all tensors of a run, keyed by name, without copying them. Loading into them changes the trainer."""
+    """Return all tensors of a run, keyed by name, without copying them. Overwriting a tensor changes the trainer."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
         state = trainer.optimizer.moments(parameter, trainer.step)
@@ -174,7 +174,10 @@ def _by_the_first(action: Callable[[], None]) -> None:
 
 @contextmanager
 def _reported(what):
-    """In all processes, raise the error of the first failed process. Suppress PyTorch's warning about one process."""
+    """In all processes, raise the error of the first failed process.
+
+    Suppress PyTorch's warning that it saves or loads in a single process.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

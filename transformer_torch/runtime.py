@@ -126,8 +126,8 @@ def describe() -> dict[str, str]:
 def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
     """Return the values of the IDs if they can be read without delay, else None.
 
-    Values can be read on a CPU unless the tensor is traced, fake, or transformed. Tensors that were created in
-    inference mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's
+    The values of a CPU tensor can be read unless the tensor is traced, fake, or transformed. Tensors that were created
+    in inference mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's
     decoding step.
     """
     if isinstance(ids, np.ndarray):

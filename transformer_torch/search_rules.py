@@ -40,7 +40,7 @@ def apply_rules(
 
 
 def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) -> Float[Tensor, "B X"]:
-    """Keep as many values of each row as the pool has free entries, and replace all later values with -inf."""
+    """In each row, keep the first N finite values if the pool has N free entries. Replace later values with -inf."""
     return torch.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdim=True), values, -inf)
 
 

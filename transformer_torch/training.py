@@ -135,9 +135,10 @@ class Trainer:
     the learning rate of equation (3). Between steps, the model is in inference mode. Frozen parameters don't change and
     have no moments.
 
-    You can wrap the model, for example in ``torch.compile`` or in DistributedDataParallel. The latter computes the
-    gradient per target token in each process, and averages it over the processes. The trainer also trains adapters and
-    parametrized layers. In this case, ``export_state`` raises an error, because the weights themselves have no moments.
+    You can wrap the model, for example in ``torch.compile`` or in DistributedDataParallel. With
+    DistributedDataParallel, each process computes the gradient of its loss per target token, and PyTorch averages
+    the gradients of all processes. The trainer also trains adapters and parametrized layers. In this case,
+    ``export_state`` raises an error, because the weights themselves have no moments.
 
     Each step seeds PyTorch's default generator for dropout, and restores its state afterwards. If another thread uses
     this generator during a step, the thread gets different random numbers.
@@ -146,8 +147,8 @@ class Trainer:
     together. Between steps, a process can call the model. It can also search with the model, unless the mesh shards the
     parameters. If ``dropout`` is ``global``, attention with dropout doesn't use the fused kernel, because each process
     would sample masks for only its own rows. On a GPU, the masks that the kernel samples also differ from the masks of
-    the unfused computation. To check that results don't depend on the number of devices, compare with a mesh of one
-    device, not with a trainer without a mesh.
+    the unfused computation. To check that results don't depend on the number of devices, compare with a
+    trainer that has a mesh of one device. Don't compare with a trainer that has no mesh.
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
@@ -341,7 +342,7 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        if lost := [name for name, p in trained.items() if p.grad is None]:  # for example, below a quantized layer
+        if lost := [name for name, p in trained.items() if p.grad is None]:  # such as norms before quantized layers
             raise ValueError(f"freeze or remove the trainable parameters that do not affect the loss: {some(lost)}")
         gradient = [p.grad for p in known if p.grad is not None]  # empty for frozen parameters
         return self.shard.summed(torch.stack(losses).sum()), tokens, gradient
@@ -367,7 +368,7 @@ def _loss(model, batch, config, tap=no_tap):
 
 @contextmanager
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
-    """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
+    """Enable dropout, seeded with the given numbers. If the settings specify activation checkpointing, also enable it.
 
     Compiled code, fused kernels, and custom layers use PyTorch's default generator. All trainers in a process share
     this generator. This context seeds it and restores its state afterwards. Therefore, steps of different trainers

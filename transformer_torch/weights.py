@@ -219,7 +219,7 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
-    """Return the position of this process's part in the full tensor, and the part itself."""
+    """Return the position of this process's shard in the full tensor, and the shard."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(slice(0, size) for size in tensor.shape), tensor
     (chunk,) = tensor.__create_chunk_list__()

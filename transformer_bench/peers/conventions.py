@@ -62,7 +62,7 @@ class Peer:
         raise NotImplementedError
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits [B, T, V] in inference mode, after waiting for the computation."""
+        """Compute the logits [B, T, V] in inference mode, wait until the computation is complete, and return them."""
         raise NotImplementedError
 
     def to_numpy(self, found: Any) -> ndarray:

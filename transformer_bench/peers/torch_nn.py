@@ -116,7 +116,8 @@ class TorchNN(TorchPeer):
 def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
     """Return an Adam optimizer that has already allocated its moments.
 
-    The other implementations also allocate the moments before the first step, so the memory increase is comparable.
+    The other implementations also allocate the moments before the first step, so this function makes the memory
+    increases comparable.
     """
     import torch
 

@@ -16,8 +16,8 @@ INCOMPLETE = 3  # must match INCOMPLETE in main.py, which isn't imported yet at 
 def main(arguments: list[str] | None = None) -> int:
     """Import the command line, run a command, and return its exit code.
 
-    If an error or a signal occurs outside the command, the exit code is 3. Without ``arguments``, the function uses the
-    process's arguments and also prevents C libraries from changing the exit code.
+    If an error or a signal prevents the command from returning an exit code, the exit code is 3. Without ``arguments``,
+    the function uses the process's arguments and also prevents C libraries from changing the exit code.
     """
     code = INCOMPLETE
     if arguments is None and os.name == "posix":
@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
         from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 
         with sigterm_is_ctrl_c():
-            with ctrl_c_waits():  # if Ctrl-C interrupts an import, the imported library may exit with a different code
+            # If Ctrl-C interrupts an import, the imported library may end the process with a different exit code.
+            with ctrl_c_waits():
                 from transformer_parity.cli.main import main as run
             code = run(arguments)
     except KeyboardInterrupt:

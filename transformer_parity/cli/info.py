@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
         const="paper_base",
         choices=PRESETS,
         metavar="PRESET",
-        help="print the canonical names of parameters and taps instead of the tables, with their shapes in the "
+        help="instead of the tables, print the canonical names of parameters and taps, and their shapes in the "
         "standard cases (PRESET defaults to %(const)s)",
     )
     parser.set_defaults(run=run)

@@ -127,7 +127,8 @@ def make_parser(chosen: str | None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
-        with ctrl_c_waits():  # if Ctrl-C interrupts an import, the imported library may exit with a different code
+        # If Ctrl-C interrupts an import, the imported library may end the process with a different exit code.
+        with ctrl_c_waits():
             imported = import_module(module if "." in module else f"transformer_parity.cli.{module}")
         getattr(imported, describe)(commands)
     else:

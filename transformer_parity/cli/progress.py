@@ -47,7 +47,7 @@ def make_console(pipe_width: int = PIPE_WIDTH) -> PlainConsole:
 
 
 class Progress:
-    """A progress display with one bar per task on a terminal, and without bars otherwise.
+    """A progress display. On a terminal, it shows one bar per task. Otherwise, it shows no bars.
 
     Args:
         names: The names of the tasks. For ``module:class``, only the class is displayed.

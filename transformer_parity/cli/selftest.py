@@ -25,7 +25,7 @@ from transformer_parity.transformer.bugs.catalog import parts
 from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
-NAMED = 0.9  # minimum fraction of bugs that are named; bugs that can't be identified are excluded
+NAMED = 0.9  # minimum fraction of the identifiable bugs that the diagnosis must name
 DESCRIPTION = """\
 Inject the bugs of the bug catalog into a copy of each port, one at a time, and compare the copy with the reference
 (mutation testing). A bug is caught if the comparison fails. It is located if the first failure and the replay of

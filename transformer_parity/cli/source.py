@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
-    """Yield the code of each package, and mark how it differs from the base.
+    """Yield the code of each package, with marks at the differences from the base.
 
     The base is the code in the reference or, if the reference doesn't contain the name, the code in the first package.
     """

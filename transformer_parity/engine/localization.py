@@ -4,7 +4,7 @@ After the first bug in a port, all tensors differ from the reference's tensors, 
 blocks contain bugs. Therefore, each block is rerun, either on the correct input or on the port's input:
 
 - If the port continues its computation with the value that each tap returns, the port runs a second time, and every tap
-  returns the reference's value. Each tensor then shows what the port computes in one block if the inputs are correct.
+  returns the reference's value. Each tensor is then the result of one block of the port on correct inputs.
 - If the port ignores the values that taps return, or if only files are available, the reference runs a second time, and
   every tap returns the port's value. If the reference then computes the same tensor as the port, the block that
   computes this tensor is correct, and the difference is in the input of the block.
@@ -83,7 +83,7 @@ class Evidence:
     """The tensors from which a ``Blame`` is computed.
 
     Attributes:
-        blame: The result so far.
+        blame: The marks that have been computed so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
         isolated: The tensors that the port computes if each block receives the reference's values as inputs. If only
@@ -106,8 +106,8 @@ def distance(name: str, actual: Arrays, expected: Arrays) -> float:
 def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arrays, Arrays], float]) -> float:
     """Return the error that a function computes, or infinity if the tensors can't be compared.
 
-    Two tensors can't be compared if one of them is missing, if their shapes differ, or if different elements are NaN or
-    infinite.
+    Two tensors can't be compared if one of them is missing, if their shapes differ, or if NaN or infinite elements are
+    not at the same positions in both.
 
     Args:
         name: The name of the tensor.
@@ -135,7 +135,8 @@ class Replay:
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
             float64.
-        tolerance: A function that returns the tolerance for the name of a tensor and the reference's own error.
+        tolerance: A function that takes the name of a tensor and the reference's own error, and returns the tolerance
+            for the tensor.
         distance: A function that returns the error between two tensors with the same name.
     """
 
@@ -152,14 +153,14 @@ class Replay:
             port: A function that runs the port.
             goes_on: A function that takes the tensors of the port's normal run and the given tensors, and returns
                 whether the port's later blocks use the taps' return values. If the port ignores these values, later
-                blocks get incorrect inputs. None means that the port is known to use them.
+                blocks get incorrect inputs. Use None if the port is known to use these values.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
         given = {name: value for name, value in expected.items() if name != OUTPUT}
         try:
             isolated = port(given)
-        except Exception:  # if a tensor of the port has an incorrect shape, the given values may not fit
+        except Exception:  # a shape in the port may be incorrect and therefore incompatible with the given value
             isolated = {}
         other_way = self.blocks_of_reference(actual, expected)
         if all(same_bits(isolated[name], actual[name]) for name in actual if name in isolated):
@@ -204,9 +205,9 @@ class Replay:
     def marked(
         self, evidence: Evidence, replayed: str, names: Iterable[str], allowed: Callable[[str], float]
     ) -> Evidence:
-        """Return the evidence with a mark for every tensor, in the order of computation."""
+        """Return the evidence with a ``Mark`` for every tensor, in the order of computation."""
         marks = []
-        is_misshapen = False  # whether an earlier tensor has a wrong shape, so that the rerun couldn't use it
+        is_misshapen = False  # whether the rerun couldn't use an earlier tensor because its shape is wrong
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
@@ -223,12 +224,12 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Mark a difference as inherited instead of introduced if a variant of the reference shows that it is inherited.
+    """Mark a difference as inherited instead of introduced if a variant of the reference confirms this.
 
-    If a tap of the port shows a different value than its name implies, the next block is rerun on an incorrect input
-    and seems to introduce a second difference. To test this, variants of the reference with known bugs are run. The
-    second difference is inherited if a variant computes the same tensor as the port in a normal run, and the correct
-    tensor when the block is rerun on correct inputs.
+    If the port reports an incorrect tensor under a tap's name, the next block is rerun on an incorrect input and seems
+    to introduce a second difference. To test this, variants of the reference with known bugs are run. The second
+    difference is inherited if a variant meets two conditions. In a normal run of the variant, the block computes the
+    same tensor as in the port. In a rerun of the variant on correct inputs, the block computes the correct tensor.
 
     Args:
         evidence: The evidence about the port.

@@ -29,12 +29,12 @@ class Outputs:
         dtype: The working dtype.
         paths: The tensors, keyed by path and name, in the order of computation.
         trace: Arrays that are used for the diagnosis but not compared, such as the beam after each step of a search.
-        hidden: The taps that the implementation deliberately doesn't show.
+        hidden: The taps that the implementation deliberately doesn't report.
         weights: The digests of the exported weights; None if the model was not loaded for this case.
         skipped: The unsupported paths, with the reasons.
         problems: Problems that are failures regardless of the tolerance, as (path, name, problem).
         failures: The paths that raised an exception, with a description of each exception.
-        absent: Patterns for the names that the files declare as omitted, with the reasons.
+        absent: Patterns for the names of tensors that the files declare as omitted, and the reason for each pattern.
     """
 
     case: str

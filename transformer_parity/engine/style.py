@@ -20,7 +20,7 @@ DPI = 150
 
 # The palette of Okabe and Ito (2008), whose colors can be distinguished in print and by people with color blindness.
 BLUE, VERMILION = "#0072b2", "#d55e00"
-GREEN = "#008a5f"  # darker than in the palette, whose green has a contrast of only 3.4 to 1 on white
+GREEN = "#008a5f"  # darker than the palette's green, which has a contrast of only 3.4 to 1 on white
 GRAY = "#767676"
 GOOD, BAD = BLUE, VERMILION
 BACKENDS = {"numpy": GRAY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
@@ -49,7 +49,7 @@ PAGE = {
     "other": ("#b0568f", "#dd8fc2"),
 }
 
-# The same data must produce the same file on every machine: text is drawn as shapes, and SVG IDs use a fixed salt.
+# The same data must produce the same file on every machine, so text is drawn as shapes, and SVG IDs use a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # style of plots with curves or bars
 

@@ -31,7 +31,7 @@ def finite(baseline: float, name: str) -> float:
 
 
 def by_baseline(rule: Mapping[str, float], baseline: float, eps: float) -> float:
-    """Return a tolerance that is a multiple of the reference's own error plus a multiple of eps.
+    """Return a tolerance: ``ratio`` times the reference's own error, plus ``floor_in_eps`` times eps.
 
     Args:
         rule: A section of ``tolerances.toml`` with ``ratio`` and ``floor_in_eps``.
@@ -45,7 +45,7 @@ def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest"
     """Return the largest accepted relative error of a tensor.
 
     Args:
-        name: The name of the tensor. In bfloat16, the tolerance can depend on the last part of the name.
+        name: The name of the tensor. In bfloat16, the tolerance can depend on the part after the last dot.
         dtype: The working dtype.
         baseline: The reference's own float32 error at this tensor.
         precision: ``highest``, or ``fast``, which allows TF32.

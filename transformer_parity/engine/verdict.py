@@ -146,7 +146,7 @@ class Coverage:
         return missing + [f"{self.port}: {why}" for why in self.unproven]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
-        """Return the reason if too few cases of the given stages and dtypes were compared.
+        """If too few cases of the given stages and dtypes were compared, return the reason.
 
         If enough cases were compared, return an empty string.
         """

@@ -1,1 +1,1 @@
-"""Compare implementations of the Transformer: cases, ports, comparison, diagnosis, and the bug catalog."""
+"""Cases, ports, comparisons, a diagnosis, and a bug catalog for implementations of the Transformer."""

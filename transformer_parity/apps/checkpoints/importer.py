@@ -132,7 +132,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
 
 
 def recognized(path: Path, options: ReadOptions | None = None) -> str:
-    """Detect the format of a path.
+    """Detect the format of a file or directory, and return the format's name.
 
     Args:
         path: File or directory.

@@ -1,8 +1,8 @@
 """Tables of parameter names. They map each parameter's canonical name to its name and memory layout in another format.
 
 A name may contain placeholders: ``{stack}`` (encoder or decoder), ``{side}`` (source for the encoder, target for the
-decoder), ``{i}`` (the zero-based layer index), and ``{n}`` (the one-based layer number). Readers must split fused
-projections before they use a table.
+decoder), ``{i}`` (the zero-based layer index), and ``{n}`` (the one-based layer number). A function that reads weights
+must split fused projections before it uses a table.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
         say: Function that is called with a progress message before each computation.
 
     Returns:
-        One entry per comparison of logits, and one entry for the translations. The error in the entry for the
-        translations is the fraction of translations that differ. For models with sinusoidal positional encodings, the
-        logits are compared twice, once with transformers' own position tables and once with exact tables, because
-        transformers rounds its tables to float32. If the library is not installed or does not support this format, the
-        only entry is a skipped comparison.
+        One entry per comparison of logits, and one entry for the translations. In the entry for the translations, the
+        error is the fraction of translations that differ. For models with sinusoidal positional encodings, the logits
+        are compared twice, once with transformers' own position tables and once with exact tables, because transformers
+        rounds its tables to float32. If the library is not installed or does not support this format, the only entry is
+        a skipped comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
@@ -149,7 +149,8 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     what, strict = "logits", tolerance("logits", "float64", 0.0)
     if config.position_encoding == "sinusoidal":
         own = _logits(model, inputs, config)
-        rounding = _replace_positions(model, config)  # exceeds OWN_TABLES if the file stores float16 position tables
+        # The rounding error is larger than OWN_TABLES if the file stores float16 position tables.
+        rounding = _replace_positions(model, config)
         compare(own, max(OWN_TABLES, rounding), "logits, using its own rounded position tables")
         what = "logits, using exact position tables"
     compare(_logits(model, inputs, config), strict, what)

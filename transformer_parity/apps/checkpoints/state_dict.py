@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**20  # maximum size of a TOML file in bytes
 KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
-ROUNDED = 1e-6  # tolerance for sinusoidal tables, per position, because their angles may be rounded to float32
+ROUNDED = 1e-6  # tolerance per position for sinusoidal tables, whose angles may be rounded to float32
 
 
 @dataclass(frozen=True)

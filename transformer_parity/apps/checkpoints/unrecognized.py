@@ -1,4 +1,4 @@
-"""Hints for paths whose format is not recognized, based on their file names and tensor names."""
+"""Hints that are based on file names and tensor names, for paths whose format is not recognized."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from transformer_spec.files import replacing
 # zip bomb.
 LARGEST_RATIO = 32
 MOST_MEMBERS = 10_000
-SMALL = 2**20  # unpacked size in bytes up to which every ratio is allowed
+SMALL = 2**20  # unpacked size in bytes up to which LARGEST_RATIO does not apply
 KINDS = "fiub"  # supported kinds of dtypes: floating-point numbers, integers, and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 

@@ -34,7 +34,7 @@ MOST_IN_TUPLES = 10**7
 REPEATS = 8  # maximum ratio of the total tensor size to the file size; exceeds 1 if tensors share storage
 LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 LEGACY_VERSION = 1001
-NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # allows files that contain parsed command-line options
+NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that contain parsed command-line options
 
 DTYPES: dict[str, Any] = {
     "Double": np.float64,
@@ -279,7 +279,7 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
 
 def _end(content: bytes, path: Path) -> int:
-    """Check that the first pickle in ``content`` builds only values and tensors, and return its length in bytes.
+    """Check that the first pickle in ``content`` has only allowed opcodes, and return the pickle's length in bytes.
 
     The function limits the nesting depth of tuples because CPython hashes tuples recursively without a depth limit. The
     function also limits the number of values in tuples because a short pickle can build nested tuples of exponential

@@ -1,4 +1,4 @@
-"""Build vocabularies of every kind from files that are stored with the weights or read from a directory."""
+"""Build vocabularies of every kind, either from files that are stored with the weights or from files in a directory."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
     """Return the vocabulary in a Hugging Face directory.
 
     The tokenizer class in ``tokenizer_config.json`` or config.json determines the kind of vocabulary. If neither file
-    specifies a class, the model family determines the kind. NLLB models also belong to the m2m_100 family, but unlike
-    M2M100 models they have no ``vocab.json``.
+    specifies a tokenizer class, the model family determines the kind of vocabulary. NLLB models also belong to the
+    m2m_100 family, but unlike M2M100 models they have no ``vocab.json``.
 
     Args:
         directory: Directory to read. No files outside the directory are read.

@@ -48,7 +48,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty dict if the file does not exist.
 
     Raises:
-        ValueError: If the file is not a JSON object or a field occurs more than once.
+        ValueError: If the file does not contain a JSON object, or if a field occurs more than once.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training batches of sentences of similar length, in a few different shapes and in a reproducible order.
+"""Training batches that group sentences of similar length. They have few different shapes and a reproducible order.
 
 Compilers such as XLA compile a training step once per shape, so the shapes are chosen once for the entire corpus. Up to
 ``MAX_SHAPES`` shapes are added, as long as each additional shape reduces the computation per epoch by at least
@@ -19,8 +19,8 @@ from transformer_spec.checks import check_integer
 from transformer_spec.config import TransformerConfig
 
 MAX_SHAPES = 8
-WORTH_A_SHAPE = 0.01  # minimum fraction of the computation per epoch that an additional shape must save
-MAX_BOUNDS = 256  # maximum number of candidates for the maximum sentence length of a bucket
+WORTH_A_SHAPE = 0.01  # an additional shape must save at least this fraction of the computation per epoch
+MAX_BOUNDS = 256  # maximum number of candidates to try for the length limits of the buckets
 
 Numbered = tuple[Sequence[int], Sequence[int]]
 
@@ -181,8 +181,8 @@ class Batches:
 
     def _shuffle(self, epoch: int) -> list[tuple[_Bucket, ndarray]]:
         """Return the batches in an epoch. Each batch consists of a bucket and row indices."""
-        # Shuffle by sorting raw random bits. These bits are the same in all NumPy versions, but the results of a
-        # Generator's methods may differ.
+        # Shuffle by sorting raw random bits. These bits are the same in all NumPy versions, whereas the results of a
+        # Generator's methods may differ between versions.
         bits = np.random.PCG64([self._seed, epoch])
         batches = [
             (bucket, rows)

@@ -163,7 +163,7 @@ def held_out_dates(seed: int, count: int) -> HeldOut:
 
 
 def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
-    """Return the sentence pairs in two files, for evaluation.
+    """Read two files, and return their sentence pairs for evaluation.
 
     Args:
         files: Source file and target file.

@@ -124,7 +124,7 @@ def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
 
 
 def read_runs(directories: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the events of one or more runs that can be drawn in the same figure.
+    """Return the events of one or more runs, after checking that the runs can be drawn in the same figure.
 
     Raises:
         OSError: If a log cannot be read.

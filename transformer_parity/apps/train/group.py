@@ -54,7 +54,7 @@ def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     are already set.
 
     Raises:
-        ValueError: If no variable specifies the address of the first process.
+        ValueError: If no environment variable specifies the address of the first process.
     """
     if "WORLD_SIZE" in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
         return {}

@@ -171,7 +171,7 @@ def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
                 interruptible = False
             case Ended():
                 ended[rank] = message
-    team.stop(PATIENCE)  # let the processes end by themselves so that the frameworks can close their connections
+    team.stop(PATIENCE)  # give the processes time to exit, so that the frameworks can close their connections
     return ended[0]
 
 

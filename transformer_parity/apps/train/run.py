@@ -37,7 +37,7 @@ LONGER = 10  # maximum number of tokens by which a translation may be longer tha
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of a run, and how often it validates and saves checkpoints.
+    """The length of a run, the intervals between validations and between checkpoints, and the handling of checkpoints.
 
     Attributes:
         steps: Number of steps.
@@ -80,7 +80,7 @@ class Observer:
     """Callbacks of a run.
 
     Attributes:
-        status: Function that is called with the status each time the losses have been read from the devices.
+        status: Function that is called with the run's status whenever the losses have been read from the devices.
         say: Function that is called with each message to show to the user.
     """
 
@@ -332,7 +332,7 @@ class TrainingRun:
         self._read_at = time.perf_counter()
 
     def _regular(self) -> list[Path]:
-        """Return the checkpoints that an uninterrupted run would also have written.
+        """Return the checkpoints, except those that were written only because the run was interrupted.
 
         Only these checkpoints are averaged, so that interruptions do not affect the final weights.
         """
@@ -363,5 +363,5 @@ class TrainingRun:
 
 
 def longest_translation(held_out: Batches) -> int:
-    """Return the maximum length of translations of the held-out data, in tokens."""
+    """Return the maximum number of tokens in the translation of a held-out sentence."""
     return max(target_width for _, _, target_width in held_out.shapes) + LONGER

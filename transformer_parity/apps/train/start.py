@@ -32,7 +32,7 @@ class Setup:
         config: Config of the model.
         settings: Settings of the trainer.
         weights: Initial weights, one array per canonical name.
-        plan: Length of the run, and how often to validate and to save a checkpoint.
+        plan: Length of the run, intervals between validations and between checkpoints, and handling of checkpoints.
         tokens_per_batch: Maximum number of positions per batch.
         seed: Random seed for weights, batches, and dropout.
         state: Optimizer state of a resumed run, or None.
@@ -96,10 +96,10 @@ class Changes:
     Attributes:
         preset: Preset that defines the model's conventions.
         steps: Number of steps, or None to use the recipe's value.
-        model: Changed fields of the model config. ``dropout`` may be a number, which sets the dropout rate wherever the
-            preset uses dropout.
-        training: Changed fields of the training config.
-        run: Changed fields of ``RunPlan``, and ``tokens_per_batch``.
+        model: New values of fields of the model config. ``dropout`` may be a number, which sets the dropout rate
+            wherever the preset uses dropout.
+        training: New values of fields of the training config.
+        run: New values of fields of ``RunPlan`` and of ``tokens_per_batch``.
         seed: Random seed for weights, batches, and dropout.
     """
 
@@ -124,7 +124,7 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
     # Each parameter takes 16 bytes: the weight, the gradient, and both moments in float32.
     check_memory(16 * parameters, f"training {parameters:,} parameters")
     steps = changes.steps or recipe.steps
-    # If the run's length differs from the recipe's, scale the cool-down so that its fraction of the run stays the same.
+    # If the run's length differs from the recipe's, scale the cool-down so that it covers the same fraction of the run.
     cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
     settings = TrainingConfig(total_steps=steps, **{**recipe.training, "cooldown_steps": cooldown, **changes.training})
     run = dict(changes.run)
@@ -184,7 +184,7 @@ def resume(
     changes, settings = dict(plan), checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
-        # As in a new run, scale the cool-down so that its fraction of the run stays the same.
+        # As in a new run, scale the cool-down so that it covers the same fraction of the run.
         cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
         settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
     kept = replace(kept, **changes)

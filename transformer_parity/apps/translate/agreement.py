@@ -26,8 +26,8 @@ class TranslationComparison:
         line: Line that was translated.
         said: Dict from backend names to the best hypotheses. Empty if all translations are identical or if the line is
             blank or too long.
-        doubts: Dict from backend names to the search decisions that differ from the reference's decisions. Empty in the
-            same cases as ``said``.
+        doubts: Dict from backend names to the search decisions that differ from the reference's decisions. Empty if
+            ``said`` is empty.
     """
 
     line: Line

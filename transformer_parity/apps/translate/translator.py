@@ -21,7 +21,7 @@ from transformer_spec.search import Search
 
 WINDOW = 512  # number of lines to read and sort by length at a time
 MOST_SENTENCES = 64  # maximum number of sentences per batch
-MOST_POSITIONS = 4096  # maximum product of the beam size and the number of source positions per batch
+MOST_POSITIONS = 4096  # maximum of the beam size times the number of source positions in a batch
 
 
 Found = TypeVar("Found")

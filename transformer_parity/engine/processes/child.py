@@ -22,9 +22,9 @@ from transformer_parity.engine.processes.silence import Silence
 from transformer_parity.engine.system.errors import printable
 
 PATIENCE = 10.0  # seconds to wait for a process to exit by itself
-GRACE = 0.5  # seconds that the descendants of an exited process have to remove shared resources and exit
-# Seconds to wait for more messages after a process has exited. Other processes may keep the pipe of the process open,
-# and reading takes longer on a busy machine.
+GRACE = 0.5  # seconds within which the descendants of an exited process must remove shared resources and exit
+# Seconds to wait for more messages after a process has exited. Other processes may keep the exited process's pipe open,
+# and reading from it can be slow on a busy machine.
 READ = 5.0
 MOST_UNREAD = 16  # maximum number of unread messages per child, to limit memory use; a child with more messages waits
 PIPE = 2**20  # size of the pipe in bytes: 16 times the default, and the maximum on Linux without privileges
@@ -33,7 +33,8 @@ WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interr
 
 def _widen(pipe: Any) -> None:
     """Increase the size of a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
-    with suppress(ImportError, AttributeError, OSError):  # only Linux supports this, and limits per user may prevent it
+    # Only Linux supports this call, and it raises an error if the user's pipes would exceed a limit.
+    with suppress(ImportError, AttributeError, OSError):
         import fcntl
 
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
@@ -94,7 +95,7 @@ class Child:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``receive`` doesn't need to wait: a message is available, or the process has exited."""
+        """True if ``receive`` returns immediately, because a message is available or the process has exited."""
         return bool(self._received) or self._has_ended
 
     def receive(self) -> Any:

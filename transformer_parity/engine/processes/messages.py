@@ -4,8 +4,8 @@ A message consists of the number of its parts, their lengths, and the parts. The
 each further part is the memory of an array. If the arrays were pickled with the object, the values of a base-sized
 model would be copied five times.
 
-Every child process imports this module, so it may import only the standard library: a child may run in a different
-interpreter without any packages.
+This module must import only the standard library. Every child process imports this module, and a child process may run
+in a different interpreter that has no packages.
 """
 
 from __future__ import annotations

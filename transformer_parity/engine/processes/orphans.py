@@ -18,7 +18,7 @@ ENDING = 5.0  # maximum seconds to wait for killed processes to exit
 
 def members(leader: int) -> list[int]:
     """Return the IDs of all processes in a session or, on Windows, of a process and its descendants."""
-    import psutil  # imported when needed, because the watching process starts faster without it
+    import psutil  # imported only when needed, so that the watching process starts faster
 
     if os.name == "nt":
         with suppress(psutil.Error):
@@ -35,7 +35,7 @@ def members(leader: int) -> list[int]:
 def end_all(leader: int) -> None:
     """Kill the processes of a session until none are left, for at most five seconds."""
     deadline = time.monotonic() + ENDING
-    while (found := members(leader)) and time.monotonic() < deadline:  # processes may start new ones in the meantime
+    while (found := members(leader)) and time.monotonic() < deadline:  # a process may start another before it is killed
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
@@ -43,7 +43,7 @@ def end_all(leader: int) -> None:
 
 
 def watch(directory: str) -> None:
-    """Track the running children via standard input. At the end of input, kill these children and remove a directory.
+    """Track the running children via standard input. At the end of input, kill these children and remove ``directory``.
 
     Args:
         directory: The directory to remove.

@@ -96,7 +96,7 @@ def import_port(module: str) -> None:
 
 
 def import_packages() -> None:
-    """Prepare the import of this project's packages, but of no other packages, from the current directory."""
+    """Allow imports from the current directory, but only of this project's packages."""
     _IMPORTER.first = [os.getcwd()]
     _insert()
 

@@ -16,7 +16,7 @@ class Silence:
     The time that a process waits for a CPU core is excluded. Because some operating systems don't report this waiting
     time, it is estimated from two upper bounds: the time during which none of the allowed cores is idle, and the time
     during which the process doesn't compute. A process that doesn't use any CPU time between two measurements is
-    assumed to sleep, and the time between these measurements is included.
+    assumed to sleep. The time between these measurements is added to the number of seconds.
     """
 
     def __init__(self, pid: int) -> None:

@@ -38,7 +38,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     if sys.version_info < (3, 11):  # noqa: UP036  the child may run an older Python than its parent
         sys.exit(f"Python 3.11 or later is required: got {sys.version.split()[0]}")
-    # Python adds the directory of this script to sys.path, which would make its modules importable by short names.
+    # Python adds the directory of this script to sys.path, which would make the directory's modules importable by short
+    # names.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != DIRECTORY]
     sys.meta_path.insert(0, Ours)
 

@@ -97,8 +97,8 @@ class Team:
     def _failure(self, first: Child, cause: Broken | ChildEndedError) -> TeamError:
         """Stop all processes and return the error to report.
 
-        An error caused by the input has the highest priority. The exit of a process that didn't send an error has the
-        second priority, followed by the earliest other error.
+        An error caused by the input has the highest priority. If there is none, the exit of a process that didn't send
+        an error is reported. Otherwise, the earliest of the other errors is reported.
         """
         found = {self._members.index(first): cause}
         others = [member for member in self._members if member is not first]

@@ -15,7 +15,7 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import EXIT_CODES, LAST_WORDS
 
 FORMAT = 1
-WORDS = {code: LAST_WORDS[verdict] for verdict, code in EXIT_CODES.items()}  # AGREE, DIVERGE, ... by exit code
+WORDS = {code: LAST_WORDS[verdict] for verdict, code in EXIT_CODES.items()}  # maps exit codes to words such as AGREE
 
 
 def envelope(

@@ -13,8 +13,8 @@ from transformer_parity.engine.report.tree import block_of
 from transformer_parity.engine.style import BACKENDS
 
 Result = Mapping[str, Any]
-# Upper ends of the steps of a logarithmic color scale for the ratio of error to tolerance. If the ratio is at most 1,
-# the error is within the tolerance.
+# Upper bounds of the steps in a logarithmic color scale. The scale shows the ratio of the error to the tolerance. If
+# the ratio is at most 1, the error is within the tolerance.
 STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
 STEP_NAMES = ("exact", "≤ 1%", "≤ 10%", "≤ 100%", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
 WIDTH, HEIGHT = 960, 300  # size of the plot in pixels

@@ -82,7 +82,7 @@ def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
 
 
 def tap_row(finding: Finding) -> dict[str, Any]:
-    """Return the fields of one finding that identify the tensor, and its error, tolerance, and verdict."""
+    """Return the fields that identify the tensor of a finding, and the finding's error, tolerance, and verdict."""
     return {key: value for key, value in finding.to_dict().items() if key in TAP_KEYS}
 
 

@@ -81,7 +81,10 @@ def block_of(name: str) -> str:
 
 
 def first_places(marks: Iterable[Mark]) -> dict[str, int]:
-    """Return the first tensor for each kind of introduced difference, and the number of other tensors of that kind."""
+    """Group the tensors that introduce a difference by role.
+
+    Return a dict from the first tensor of each group to the number of other tensors in the group.
+    """
     places: dict[str, list[str]] = {}
     for mark in marks:
         if mark.verdict == INTRODUCED:
@@ -116,7 +119,7 @@ def print_blame(console: Console, blame: Blame) -> None:
 
 
 def _shortened(node: Node) -> Node:
-    """Merge a node with its part if the node has only one part and this part is a leaf.
+    """Merge a node with its only part, if this part is a leaf.
 
     For example, merge ``self_attention_norm`` and ``output`` into ``self_attention_norm.output``.
     """

@@ -18,7 +18,7 @@ from transformer_parity.engine.system.errors import UsageError, refusals
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces a file at the end of the block unless an exception is raised.
+    """Yield the path of a temporary file. At the end of the block, it replaces ``path`` unless an exception is raised.
 
     If the path is a symbolic link, its target is replaced. If the path refers to a pipe, a device, or standard output,
     the content of the temporary file is written there instead.
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
             with tempfile.TemporaryDirectory(prefix="parity-") as directory:
                 yield (temporary := Path(directory, "content"))
                 _write_into(path, temporary)
-    except OSError as error:  # the error contains the path of the temporary file, or no path
+    except OSError as error:  # this error contains the temporary file's path or no path, so add the given path
         if error.strerror:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -66,7 +66,7 @@ def _sync(path: Path, mode: int) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a path refers to a new or regular file that isn't this process's standard output or error."""
+    """Return whether a path is unused or refers to a regular file, except this process's standard output or error."""
     return not path.exists() or (path.is_file() and _stream_at(path) is None)
 
 
@@ -94,7 +94,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    """Write a value that consists of built-in Python types as a JSON file atomically.
+    """Atomically write a value that consists of built-in Python types to a JSON file.
 
     Raises:
         OSError: If the file can't be written.
@@ -128,7 +128,7 @@ def is_same_file(path: str, other: str) -> bool:
 
     Args:
         path: A path.
-        other: A second path, or any other text.
+        other: A second path, or text that isn't a path.
     """
     try:
         if not os.path.exists(path):

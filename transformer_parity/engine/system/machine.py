@@ -1,4 +1,4 @@
-"""Information about the machine (CPU, memory, versions), and the packages that the command line requires."""
+"""Information about the machine (CPU, memory, versions), and the packages that the ``parity`` command requires."""
 
 from __future__ import annotations
 

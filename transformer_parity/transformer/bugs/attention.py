@@ -206,9 +206,9 @@ FULLY_MASKED = [
     )
 ]
 
-# Some of the bugs below can be detected only in a case with a fast path, with attention dropout, and with equal d_k and
-# d_v. JAX's built-in attention function requires that d_k equals d_v. No standard case with a fast path has either of
-# the other two properties.
+# The bugs below affect only the fast path. One of them also requires attention dropout, and JAX's built-in attention
+# function requires that d_k equals d_v. In all standard cases that compare activations on the fast path, d_k and d_v
+# differ.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"

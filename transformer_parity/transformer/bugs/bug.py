@@ -33,7 +33,10 @@ Weights = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug and the failure that the comparison must report, or an equivalent formulation that must pass."""
+    """A change to an implementation: either a bug to detect, or an equivalent formulation that must pass.
+
+    For a bug, the attributes also describe the failure that the comparison must report.
+    """
 
     name: str
     at: str  # first tap that must fail; empty if no tap should fail or if the model raises an exception
@@ -80,16 +83,17 @@ def changed(module: str, usual: Change | None = None, **others: Change) -> Edits
 
 
 def instead(module: str, old: str | Mapping[str, str], new: str | None = None, **by_port: str) -> Edits:
-    """Return one edit per backend, which replaces ``old`` with ``new`` or with the backend's text in ``by_port``.
+    """Return one edit per backend that replaces ``old``.
 
-    ``old`` is either one text for all backends or a dict that maps the name of each backend to its text.
+    ``old`` is either one text for all backends or a dict that maps the name of each backend to its text. ``new``
+    replaces it. If ``new`` isn't given, the backend's text in ``by_port`` replaces it.
     """
     texts = by_port if new is None else dict.fromkeys(old if isinstance(old, Mapping) else FOUR, new)
     return {port: [(module, old if isinstance(old, str) else old[port], text)] for port, text in texts.items()}
 
 
 def together(*changes: Edits) -> Edits:
-    """Return the combined edits of multiple changes, for the backends that all changes support."""
+    """Combine the edits of multiple changes. The result contains only the backends that all of the changes support."""
     common = [port for port in changes[0] if all(port in change for change in changes)]
     return {port: [edit for change in changes for edit in change[port]] for port in common}
 

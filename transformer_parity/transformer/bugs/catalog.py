@@ -27,7 +27,7 @@ Parts = Mapping[str, list[Bug]]
 
 
 def merged(*catalogs: Parts) -> Parts:
-    """Merge multiple catalogs. The result contains the bugs of each part in one list."""
+    """Merge multiple catalogs. For each part, the result contains one list with the bugs from all catalogs."""
     names = dict.fromkeys(name for catalog in catalogs for name in catalog)
     return {name: [bug for catalog in catalogs for bug in catalog.get(name, [])] for name in names}
 

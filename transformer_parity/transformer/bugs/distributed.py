@@ -72,12 +72,12 @@ def each(gradient: str, *before: str) -> list[Edit]:
 
 
 def scaled(factor: str, where: str = "True") -> list[Edit]:
-    """Return edits that scale the contribution of each shard to the gradient but not its contribution to the loss."""
+    """Return edits that scale each shard's contribution to the gradient but not its contribution to the loss."""
     return each(f"g * factor if {where} else g", f"factor = {factor}")
 
 
 def with_loss(factor: str) -> list[Edit]:
-    """Return edits that scale the contributions of each shard to the gradient and to the loss."""
+    """Return edits that scale each shard's contributions to the gradient and to the loss by the same factor."""
     return each("g * factor", f"factor = {factor}", "part_total = part_total * factor")
 
 

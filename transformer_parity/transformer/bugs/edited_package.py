@@ -57,7 +57,7 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
         fullname = name if module == "__init__" else f"{name}.{module}"
         _IMPORTER.sources[fullname] = f"{package}/{module}.py", absolute.sub("", whole.sub("from .", texts[module]))
     edited = importlib.import_module(name)
-    for module in texts.keys() - copied:  # also make the shared modules attributes of the copy
+    for module in texts.keys() - copied:  # set the modules that were not copied as attributes of the copy
         setattr(edited, module, importlib.import_module(f"{package}.{module}"))
     return edited
 
@@ -72,7 +72,7 @@ def _sources(package: str) -> Mapping[str, str]:
 
 @cache
 def _imports(package: str, module: str) -> frozenset[str]:
-    """Return the modules of the same package that a module imports, including imports inside functions."""
+    """Return the modules that a module imports from its own package, including imports inside functions."""
     found = re.findall(rf"^\s*from {package}(?:\.(\w+) import| import (\w+)$)", _sources(package)[module], re.MULTILINE)
     return frozenset(name for names in found for name in names if name)
 

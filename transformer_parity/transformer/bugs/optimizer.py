@@ -49,7 +49,8 @@ WRITTEN_OUT = """with torch.no_grad():
                 theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
 
 
-# Edit that makes TensorFlow's trainer compute Adam with formulas instead of TensorFlow's kernel, which can't be edited.
+# Edit that makes TensorFlow's trainer use ``Adam`` instead of ``FastAdam``. Bugs can edit the formulas in ``Adam``, but
+# they can't edit TensorFlow's kernel, which ``FastAdam`` calls.
 NO_KERNEL = "training", "FastAdam if model.fast or mesh is not None else Adam", "Adam"
 
 

@@ -86,9 +86,10 @@ def in_gradient(value: str, where: str = "1.0") -> Edits:
 
 
 def clipped_by(condition: str) -> Edits:
-    """Return edits that clip based on the norm of only those gradients that satisfy the condition.
+    """Return edits after which clipping depends on the norm of only some gradients.
 
-    The condition can use the gradient ``g`` and the name ``name`` of its parameter.
+    The norm includes the gradients that satisfy the condition. The condition can use the gradient ``g`` and the name
+    ``name`` of its parameter.
     """
     return changed(
         "training",

@@ -50,7 +50,7 @@ TF32 = {  # function that rounds float32 operands to TensorFloat32, as GPUs do, 
 START = "def scaled_dot_product_attention("
 
 PRECISION = [
-    # These bugs compute correct formulas in a dtype that isn't precise enough.
+    # In these bugs, the formula is mathematically correct, but the dtype isn't precise enough for it.
     *table(
         {
             f"{SELF}.scores": {

@@ -138,7 +138,7 @@ def log_probabilities(outside: bool) -> Edits:
 
 
 def unpacked_by_head(weights: Mapping[str, ndarray], num_heads: int = 3) -> dict[str, ndarray]:
-    """Return weights as if a converter had split the packed attention projections incorrectly.
+    """Return the weights that result if a converter splits the packed attention projections incorrectly.
 
     The packed projection contains the queries of all heads, followed by all keys and all values. The converter assumes
     that it contains the query, key, and value of the first head, then the query, key, and value of the second head, and
@@ -416,13 +416,13 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 STRUCTURE_ENTRIES: dict[str, Table] = {
     "weights": {
         (f"{SELF}.query", "preset/torch"): {
-            # With three heads, as in this preset case, the conversion is its own inverse.
+            # The conversion is its own inverse, because the model in this case has three heads.
             "packed projections split by head": but(convert=unpacked_by_head)
         }
     },
     "edge cases": {
         (SOURCE, "full/large_vocabulary"): {
-            # TensorFlow isn't included because large ids overflow to negative values, which it rejects.
+            # TensorFlow isn't included, because large IDs overflow to negative IDs and TensorFlow rejects negative IDs.
             "ids in int16": but(
                 changed(
                     "embedding",
@@ -451,7 +451,8 @@ EVERYWHERE = [
     ),
     Bug("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Bug("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Bug(  # edits the mask in each layer, not in the model, so the diagnosis can also try this bug in individual layers
+    # This bug edits the mask in each layer, not in the model, so the diagnosis can also try it in individual layers.
+    Bug(
         "no causal mask",
         "",
         {

@@ -36,7 +36,7 @@ def where_none_has_ended(within: str) -> Edits:
 
     Args:
         within: Index expression for an array [B, 2K] with one column per continuation. The expression selects the
-            columns of the continuations that may end with EOS.
+            continuations that may end with EOS.
     """
     comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.\n"
     kept = "(self.finished > -9e9).any(1) | said.any(1)"

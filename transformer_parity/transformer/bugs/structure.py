@@ -1,4 +1,4 @@
-"""Bugs with wrong taps, shapes, dtypes, or weights, and bugs that occur only with unusual inputs or models."""
+"""Bugs that cause wrong taps, shapes, dtypes, or weights, and bugs that occur only with unusual inputs or models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from transformer_parity.transformer.bugs.bug import (
 )
 
 PROJECTED = "self.output_proj(merge_heads(context))"
-# Condition under which the PyTorch package rejects a tied output projection.
 # Edits that disable PyTorch's check of a tied output projection.
 WITHOUT_CHECK_OF_TIE: dict[str, list[Edit]] = {
     **{port: [] for port in FOUR},

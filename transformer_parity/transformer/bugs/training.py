@@ -76,7 +76,7 @@ def in_training(torch: Change | None, jax: Change | None, tf: Change | None, num
 
 
 def also_in_torch(edits: Edits, *changes: Change) -> Edits:
-    """Add edits for PyTorch, which counts the tokens of a batch in a separate line, before computing the loss."""
+    """Add edits for PyTorch, where a separate line counts the tokens of a batch before the loss is computed."""
     return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
 
 
@@ -92,7 +92,7 @@ def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
-    """Wrap the expression of each framework in a call that stops the gradient of this expression."""
+    """Wrap each framework's expression in the framework's stop-gradient operation, such as ``detach`` in PyTorch."""
     return {
         "torch": f"({torch}).detach()",
         "jax": f"__import__('jax').lax.stop_gradient({jax})",
@@ -123,7 +123,8 @@ WEIGHTS = {
 }
 NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
 SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
-FROZEN = {  # PyTorch's expression doesn't subtract two gradients, because rounding errors would remain
+# PyTorch's expression multiplies by 0. In PyTorch, a difference of two gradients would leave rounding errors.
+FROZEN = {
     "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
     "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
     **{

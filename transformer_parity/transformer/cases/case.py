@@ -96,7 +96,7 @@ class Case:
 
 
 def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
-    """Return the cases in the given stages. Earlier calls in other stages are removed from these cases."""
+    """Return the cases in the given stages. From ``before``, remove the calls that belong to other stages."""
     return [
         replace(case, before=tuple(earlier for earlier in case.before if earlier.stage in stages))
         for case in cases

@@ -41,23 +41,24 @@ from transformer_spec.training_config import TrainingConfig
 MANY = 33  # sentences per search; many, so that a small change to a rule affects at least one of them
 TIMES = 4  # number of copies of the MANY sentences in the largest batch
 SMALL_PENALTY = 1.5
-LONG = 1030  # tokens; exceeds the common limits 512 and 1024
-SEEDS = 32  # number of seeds to try; the seed with the most varied searches is used
+LONG = 1030  # number of tokens in a sentence; larger than the common limits of 512 and 1024
+SEEDS = 32  # number of seeds to try; the seed that leads to the most varied search results is used
 LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try; no more seeds are tried once the variety is at least ENOUGH
-CLIP, FAR = 0.45, 1e6  # the gradient norm always exceeds CLIP, which isn't exact in float32, and never exceeds FAR
+CLIP, FAR = 0.45, 1e6  # all gradient norms are between CLIP and FAR; float32 can't represent CLIP exactly
 STILL = 1e-30  # learning rate factor so small that no weight changes
 RESTART = 7  # step after which training restarts
 UNLABELED = 1  # index of the row that has no labels in some of the training cases
 PENALTY = 4.0  # length penalty with which long hypotheses often have higher scores than short ones
 WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; 2 * WIDEST exceeds the vocabulary size
-# Beam sizes, each with a sequence of length penalties. Two consecutive penalties must lead to different hypotheses. The
-# last two penalties differ by only 10%, which changes the scores about as much as including EOS in the length.
+# Beam sizes, each with a tuple of values for the length penalty. Two consecutive penalties must lead to different
+# hypotheses. The last two penalties differ by only 10%. This difference changes the scores by about the same amount as
+# counting EOS in the length.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
 LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ``ending_weights``, and the number of seeds after it
 
 
 def model_cases(config: TransformerConfig) -> list[Case]:
-    """Return the basic cases for a user port in all stages.
+    """Return the basic cases of all stages for a user's port.
 
     No source consists only of padding, because some implementations don't define the result of attention for fully
     masked rows. A target starts with padding only if the BOS token is the padding token.
@@ -137,7 +138,7 @@ def _varied_seed(config: TransformerConfig) -> int:
         lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalized)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
         # Prefer seeds for which the length penalty, the beam size, and EOS change the results. Among these seeds,
-        # prefer seeds with which the hypotheses have many different lengths.
+        # prefer seeds that lead to hypotheses of many different lengths.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
         if variety[seed] >= ENOUGH:
@@ -147,10 +148,10 @@ def _varied_seed(config: TransformerConfig) -> int:
 
 @cache
 def _ending_seed(config: TransformerConfig) -> int:
-    """Return the first seed with which ``ending_weights`` leads to different hypotheses for consecutive penalties.
+    """Return the first seed for which the length penalty changes the hypotheses of a model with ``ending_weights``.
 
-    The hypotheses must differ for each pair of consecutive penalties in ``PREFERENCES``. If there is no such seed,
-    return the seed with the largest number of pairs for which the hypotheses differ.
+    Any two consecutive penalties in ``PREFERENCES`` must lead to different hypotheses. If there is no such seed, return
+    the seed for which the largest number of these pairs lead to different hypotheses.
     """
     ids, variety = _many_sources(config), {}
     for seed in (LIKELY_TO_END, *range(ENDING_SEEDS)):
@@ -191,9 +192,9 @@ def port_config(port: PluginPort) -> TransformerConfig:
     """Return a config with the conventions of a port and the sizes of the standard cases.
 
     Raises:
-        ValueError: If the port's ``overrides``, ``taps``, or ``left_out`` contain an unknown name, or if ``left_out``
-            contains all cases with padding in a stage but not all cases in the stage. Also if the model has too few
-            positions for the cases, or if comparisons with the model would be meaningless (see
+        ValueError: If the port's ``overrides``, ``taps``, or ``left_out`` contain an unknown name. This error is also
+            raised if ``left_out`` contains all cases with padding in a stage but not all cases in the stage, if the
+            model has too few positions for the cases, or if comparisons with the model would be meaningless (see
             ``why_nothing_shows``).
     """
     known = [entry.name for entry in fields(TransformerConfig)]
@@ -210,7 +211,8 @@ def port_config(port: PluginPort) -> TransformerConfig:
     for pattern in port.kind.taps:
         if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
             raise ValueError(
-                f"taps of {port.name} must match a tap: got {pattern!r}; run `parity info --names` to list all taps"
+                f"each pattern in taps of {port.name} must match the name of a tap: got {pattern!r}; "
+                "run `parity info --names` to list all taps"
             )
     if port.left_out:
         cases = port_cases(config)

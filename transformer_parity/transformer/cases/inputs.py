@@ -80,9 +80,10 @@ TINY = 3e-3  # factor that makes the variance of the next norm's input comparabl
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return float32 weights for which every known bug changes the results.
 
-    Biases and scales are random. Query and key kernels are doubled to sharpen attention. In a post-norm model, one norm
-    in the first encoder layer and one norm in the last decoder layer are scaled down, together with the output of the
-    following feed-forward network. The variance of the next norm's input is then as small as the norm's epsilon.
+    Biases and scales are random. Query and key kernels are multiplied by 2 to sharpen attention. In a post-norm model,
+    two norms are scaled down: the norm after self-attention in the first encoder layer, and the norm after
+    cross-attention in the last decoder layer. In these two layers, the output of the feed-forward network is scaled
+    down as well. The variance of the next norm's input is then as small as the norm's epsilon.
     """
     rng = np.random.default_rng([seed, 1])
     weights = init_weights(config, seed)
@@ -133,7 +134,7 @@ LIKELIER = 0.45  # increase of the EOS logit, in nats
 
 
 def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights with a more likely EOS token, so that hypotheses of many lengths compete.
+    """Return ``hard_weights`` with a higher probability of EOS, so that hypotheses of many lengths compete.
 
     A multiple of the last norm's bias is added to the EOS row of the embedding matrix or, if the embeddings aren't
     tied, to the EOS column of the output projection.

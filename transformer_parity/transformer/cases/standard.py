@@ -33,12 +33,12 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
-EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must not affect results
-LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST is the maximum length in the config
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must not affect any results
+LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST equals max_length in the config
 STEPWISE = 4  # number of positions that are decoded one at a time
 LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
-QUERIES = 300  # number of queries per head; exceeds the number that any package processes at a time
-CHANNELS = 260  # number of channels per head; exceeds the number of queries that any package processes at a time
+QUERIES = 300  # number of queries per head; no package processes this many queries at a time
+CHANNELS = 260  # number of channels per head; no package processes this many queries at a time
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
@@ -137,9 +137,10 @@ def _components() -> Iterator[Case]:
 
 
 def _many_queries(config: TransformerConfig) -> Iterator[Case]:
-    """Yield attention cases with more queries than a package processes at a time, with few and with many channels.
+    """Yield attention cases with more queries than any package processes at a time.
 
-    The mask has one row per query, or a single row for all queries. All heads use the same mask.
+    The first case has few channels and a mask with one row per query. The second case has many channels and a mask with
+    a single row for all queries. All heads use the same mask.
     """
     batch, heads, keys = 2, 2, 6
     for name, rows, d_k in (("many_queries", QUERIES, 4), ("many_padded_queries", 1, CHANNELS)):
@@ -191,7 +192,7 @@ def _full_models() -> Iterator[Case]:
 
 
 def _again(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases with different batches, weights, and array types. Reuse earlier shapes to avoid recompilation."""
+    """Yield cases with different batches, weights, and array types, but with the same shapes as earlier cases."""
     first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
     other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
     one_token = {name: array[:, :1] for name, array in first.inputs.items()}

@@ -7,8 +7,8 @@ different kind. A port with such a bug diverges in at least one of these cases.
 Together with the cases in ``for_ports``, the cases in this table cover every possible pair of values from two different
 dimensions. A greedy algorithm selected a small set of such cases.
 
-The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
-variants are skipped as well.
+The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, all
+variants of this case are skipped as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIXED: Padding = (0, 4, 8, 1)
 
 
 class Variant(NamedTuple):
-    """A batch for the full model, and the earlier call, if there is one.
+    """A batch for the full model, and optionally a call that precedes it.
 
     Attributes:
         name: Name of the case. It starts with the stage and the name of the original case.
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
 
     @property
     def has_one_key(self) -> bool:
-        """True if every attention block has a single key, so that rounding of large float32 scores has no effect."""
+        """True if every attention block has a single key. If so, rounding of large float32 scores has no effect."""
         return self.source[0] == self.target[0] == 1
 
 

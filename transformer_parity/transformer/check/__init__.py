@@ -1,1 +1,1 @@
-"""Compare ports with the reference for ``parity check`` and ``parity selftest``, with each port in its own process."""
+"""Compare ports with the reference for ``parity check`` and ``parity selftest``, with one process per port."""

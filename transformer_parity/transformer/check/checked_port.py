@@ -38,7 +38,7 @@ class CheckedPort:
         failure_reports: Reports on failing cases. A report names the block that introduced a difference, and explains
             the difference.
         environment: Package versions and settings in the port's process.
-        spent: Time that the port's process used; None until the process finishes.
+        spent: Wall-clock and CPU time of the port's process; None until the process finishes.
         is_done: True if the process has ended.
     """
 

@@ -39,7 +39,7 @@ def work(parent: Parent) -> None:
 
 def answers(cases: Sequence[Case]) -> Answers:
     """Return the reference's float64 values for each case, and the results of a few NumPy functions."""
-    reference = Reference()  # a new object, so that nothing cached before the port ran is reused
+    reference = Reference()  # a new object, which doesn't contain values that were cached before the port ran
     found = {case.name: reference.expected(case, Placement("float64")).tensors for case in cases}
     x = np.linspace(0.1, 2.0, 24).reshape(4, 6)
     functions = {

@@ -98,14 +98,14 @@ class WeightsAudited:
 
 @dataclass(frozen=True)
 class FailureExplained:
-    """A report on a failing case, which names the block that introduced a difference and explains the difference."""
+    """A report on a failing case. It names the block that introduced a difference and explains the difference."""
 
     report: FailureReport
 
 
 @dataclass(frozen=True)
 class PortFinished:
-    """The last message from a process: package versions, settings, and the time that the process used."""
+    """The last message from a process: package versions, settings, and the wall-clock and CPU time of the process."""
 
     environment: Mapping[str, str]
     spent: Spent | None = None

@@ -46,7 +46,7 @@ MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 def run_all(
     ports: Sequence[CheckedPort], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[tuple[CheckedPort, Any]]:
-    """Compare all ports, and yield each message together with the port that it is about.
+    """Compare all ports. Yield pairs of a port and a message about this port.
 
     At most one port per available processor runs at the same time. The current process compares the outputs and doesn't
     run any port. For every ``CaseRan`` that it receives, it yields a ``CaseCompared`` instead. Each ``CheckedPort``

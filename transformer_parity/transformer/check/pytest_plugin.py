@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformer_parity.engine.findings import Finding
     from transformer_parity.transformer.check.conformance import Test
 
-DIRECTORY = "parity"  # directory that pytest's output shows for the tests
-FACTS = "parity_facts"  # attribute that stores the facts in test reports and in the output of pytest-xdist workers
+DIRECTORY = "parity"  # directory under which pytest's output lists the tests
+FACTS = "parity_facts"  # attribute of test reports, and key in the output of pytest-xdist workers, for the facts
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 class Conformance:
-    """The hooks of the plugin that are only registered if a port is specified."""
+    """The hooks that the plugin registers only if a port is specified."""
 
     def __init__(self, references: list[str], expected: Mapping[str, str], stages: Sequence[str]) -> None:
         self.references = references
@@ -112,7 +112,7 @@ class Conformance:
         # The known-answer tests to rerun at the end, keyed by port. A port has an entry if it has run other tests after
         # its known-answer test.
         self.unchecked: dict[str, TestItem] = {}
-        self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to its facts
+        self.facts: dict[str, dict[str, Any]] = {}  # maps the name of a test to the result of ``TestItem.facts``
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
         self.planned: dict[str, str] = {}  # maps the name of each collected or deselected test to its port
         self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at the end
@@ -140,7 +140,7 @@ class Conformance:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Store the facts and the outcome of a port's test."""
+        """Store the result of ``TestItem.facts`` for a port's test, and whether pytest reports the test as failed."""
         if facts := getattr(report, FACTS, None):
             self.facts[facts["name"]] = facts
             if report.failed:
@@ -322,7 +322,7 @@ class TestItem(pytest.Item):
             pytest.skip(reason)
 
     def facts(self) -> dict[str, Any]:
-        """Return the result of this test as JSON-compatible values: one comparison, or the reasons for a skip."""
+        """Return this test's result as JSON-compatible values: one comparison, or the reasons why it was skipped."""
         numeric = [finding for finding in self.findings if finding.is_numeric]
         return {
             "name": self.test.name,

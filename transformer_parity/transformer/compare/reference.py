@@ -114,7 +114,7 @@ class Reference:
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
         """Return the float64 outputs, which are the same whether the working dtype is float64 or float32."""
         key = _key(case, dtype)
-        if STAGES[case.stage].trains:  # if the working dtype is float32, training stops after fewer steps
+        if STAGES[case.stage].trains:  # if the working dtype is float32, training stops earlier than in float64
             key = (key, dtype)
         if key not in self._truths:
             truth = _run(case, exact, dtype)

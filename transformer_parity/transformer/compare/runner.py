@@ -80,7 +80,7 @@ def _variant(port: Implementation, case: Case) -> Implementation:
 
 
 def why_left_out(case: Case, port: object) -> str:
-    """Return the reason in the port's ``left_out`` for skipping a case, or an empty string if there is none.
+    """Return the reason that the port's ``left_out`` gives for skipping a case, or an empty string if there is none.
 
     A reason also applies to the variants of a case, whose names start with the case's name and a slash.
     """
@@ -89,7 +89,7 @@ def why_left_out(case: Case, port: object) -> str:
 
 
 def call_before(case: Case, loaded: LoadedPort, port: Implementation, placement: Placement) -> None:
-    """Make the calls that precede a case, on the same model or, if the weights differ, on a second model.
+    """Make the calls that precede a case. A call whose model differs from the case's model runs on a second model.
 
     The results of these calls are not compared here, because each call is also a separate case.
     """

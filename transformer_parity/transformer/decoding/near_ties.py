@@ -27,14 +27,14 @@ from transformer_spec.search import Search, SearchPlan
 
 @dataclass(frozen=True)
 class Doubt:
-    """A decision of a port that the reference would have made differently.
+    """A decision of a port that differs from the reference's decision.
 
     Attributes:
         sentence: Row of the batch.
         step: Number of the token; 0 if the decision is about the ranking of finished hypotheses.
-        margin: Amount by which the reference prefers its own choice. If the decision compares scores, as in the ranking
-            of finished hypotheses, the margin is a difference between two scores. Otherwise, it is a difference between
-            two log-probabilities, in nats.
+        margin: Amount by which the reference's choice is better than the port's choice, as computed by the reference.
+            If the decision compares scores, as in the ranking of finished hypotheses, the margin is a difference
+            between two scores. Otherwise, it is a difference between two log-probabilities, in nats.
         noise: Largest margin that rounding can explain, in the unit of ``margin``.
         what: Description of the decision.
     """
@@ -210,7 +210,8 @@ class _BeamFollower:
             ways = self.scorer.continuations(beam, self.plan)
             best = ways.best(2 * self.plan.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
-            # If the rules let the beam shrink, its size is the number of hypotheses that the port kept last.
+            # If the rules let the beam shrink, its size is the number of hypotheses that the port kept in the previous
+            # step.
             width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
             last_in = best[min(width, len(best)) - 1][1]
             first_out = best[width][1] if len(best) > width else -math.inf
@@ -239,7 +240,7 @@ class _BeamFollower:
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
-        """Record the hypotheses that end at this step and that, up to rounding, are in the beam and in the pool."""
+        """Record the hypotheses that end at this step, if they are in both the beam and the pool up to rounding."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
         places, doubtful = len(ended), 0.0
@@ -267,7 +268,7 @@ class _BeamFollower:
         elif dropped or instead:
             better = max((going_on[tokens] for tokens in dropped), default=-math.inf)
             worse = min((ways.total(tokens) for tokens in instead), default=math.inf)
-            if shrinks:  # whether a hypothesis is in the beam doesn't depend on the other hypotheses
+            if shrinks:  # the other hypotheses don't affect whether a hypothesis is in the beam
                 margin = max(better - edges[1] if dropped else 0.0, edges[0] - worse)
             else:
                 margin = better - worse if instead else math.inf
@@ -284,7 +285,7 @@ class _BeamFollower:
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)
-        elif not stops and stop != "attainable":  # under the rule "attainable", continuing doesn't change the result
+        elif not stops and stop != "attainable":  # under the rule "attainable", more steps don't change the result
             if worst > needed:
                 self._doubt(n, worst - needed, "the search continues although its results are final", length)
             elif self._worst_of_pool(0.0) > needed:

@@ -69,8 +69,8 @@ class Diagnosis:
             distinguish between the candidates.
         error: Largest relative error between the port and the first candidate; infinite if there is no candidate.
         runner_up: Name of the candidate with the smallest error among the candidates that don't reproduce every value.
-        next_error: Largest relative error of this candidate, among the tensors up to and including the first one that
-            it doesn't reproduce, and the last tensor.
+        next_error: Largest relative error of this candidate in the following tensors: all tensors up to and including
+            the first one that the candidate doesn't reproduce, and the last tensor.
         signatures: Further statements about the difference, sorted by the strength of their evidence.
         config: Config fields that declare the convention of the port; empty if the difference is a bug.
     """
@@ -97,9 +97,9 @@ def diagnose(
 ) -> Diagnosis:
     """Find the candidate that reproduces every tensor of a port.
 
-    A tap may record a different value than its name implies. Therefore, if no candidate reproduces all activations, the
-    function repeats the search and ignores all taps of the same type as the first tap that differs, for example all
-    ``scores``. If this search also fails, the function compares only the output.
+    The value that a port records under a tap's name may not match the name. Therefore, if no candidate reproduces all
+    activations, the function repeats the search and ignores all taps of the same type as the first tap that differs,
+    for example all ``scores``. If this search also fails, the function compares only the output.
 
     Args:
         case: The case that the port ran.
@@ -115,7 +115,7 @@ def diagnose(
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every value that {port} returned here matches the reference", UNKNOWN)
-    # Learning rates, measured in the port's tensors, that explain all losses and weights of this training case.
+    # A statement about the port's learning rates, if these rates explain all losses and weights of this training case.
     deviation = schedule_in_words(case, measured_rates(case, actual))
     rates = rate_candidates(case, actual)
     measured = [*rates, *optimizer_candidates(case, actual)]
@@ -130,7 +130,7 @@ def diagnose(
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not deviation and (number := measured_number(trials)):
         exact, deviation = [number], f"it uses {number.candidate.name}"
-    # Each combination requires a training run. If the learning rate differs, combinations can't identify the schedule.
+    # If the learning rate differs, skip combinations of bugs: they are slow, and they can't reveal the port's schedule.
     if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
@@ -143,7 +143,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Combinations may reproduce one case by chance. If the port returned only tokens, individual bugs may do so, too.
+    # Combinations can match one case by chance. Individual bugs can also do this if the port returned only tokens.
     singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:
@@ -168,7 +168,7 @@ def _apart_from_loss(
     If only losses are wrong, the function ignores all other tensors. If only gradients are wrong, it ignores losses.
 
     Returns:
-        The diagnosis, or None if both the loss and the gradients are wrong or no candidate reproduces these tensors.
+        The diagnosis. None if both losses and other tensors are wrong, or if no candidate is found.
     """
     wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
     if losses and wrong <= losses:
@@ -274,10 +274,10 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Try bugs in only some model parts. Return the attempts that reproduce every tensor, and the list of all attempts.
+    """Try bugs in individual places. Return the attempts that reproduce every tensor, and the list of all attempts.
 
-    The function starts with the places that include the most model parts. If an attempt reproduces every tensor, the
-    function skips places that include fewer model parts.
+    A place is a set of model parts. The function starts with the places that have the most parts. If a bug in one of
+    these places reproduces every tensor, the function doesn't try places with fewer parts.
     """
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
@@ -357,7 +357,7 @@ def _exact(
 ) -> Diagnosis:
     """Return a diagnosis with the candidates that reproduce every value, and the error of the next best candidate.
 
-    If a candidate contains only conventions, which a port can declare, omit bugs that affect only some model parts.
+    A port can declare conventions. Therefore, if a candidate contains only conventions, omit bugs in individual parts.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     if any(all(map(is_convention, attempt.candidate.parts)) for attempt in exact):
@@ -374,7 +374,7 @@ def _exact(
 
 
 def _convention(candidate: Candidate) -> dict[str, Any]:
-    """Return the config fields with which the port can declare a convention, or {} if the candidate is a bug."""
+    """Return the config fields with which a port can declare a candidate's conventions, or {} if it contains a bug."""
     if candidate.place is not None or not all(map(is_convention, candidate.parts)):
         return {}
     return {name: value for part in candidate.parts for name, value in part.config.items()}

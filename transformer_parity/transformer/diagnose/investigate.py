@@ -1,14 +1,14 @@
-"""Create failure reports, which contain the block that introduces a difference and the cause of the difference.
+"""Create failure reports, which identify the block that introduces a difference and describe the cause.
 
 A diagnosis consists of the following steps. The name in parentheses is the module or function that performs the step.
 If step 2 finds an error, steps 3 to 5 are skipped. If step 3 finds a change, step 4 is skipped.
 
-1. Select the first failure of each stage (``investigate`` for a port, ``files`` for tensors from files). Omit a stage
-   if a failure in an earlier stage may be the cause.
+1. Select the first failure of each stage (``investigate`` for a port, ``files`` for tensors from files). Omit a
+   stage if its failure may be a consequence of a failure in a different stage.
 2. If there is a port to run, test whether it modifies its inputs, returns random results, keeps state between calls, or
    differs from the reference only if it runs without taps (``investigate``, ``evidence.properties``). For ports and
    files, test whether the tensors have only float32 precision (``evidence.properties``).
-3. Search for a change to the NumPy reference that reproduces every tensor of the case, and of the other cases of the
+3. Search for a change to the NumPy reference that reproduces every tensor, in this case and in the other cases of the
    model (``diagnosis.diagnose``). Run the reference with each change, and cache the results (``candidates.trials``):
    - Try each bug and each convention (``candidates``), and settings derived from the tensors (``measured.step``).
    - For searches, try different search parameters (``measured.search_parameters``).
@@ -18,11 +18,11 @@ If step 2 finds an error, steps 3 to 5 are skipped. If step 3 finds a change, st
    - Try combinations of two or three bugs (``candidates.several``).
    - For activations, repeat the search, and ignore one type of tap or all tensors except the output.
 4. Describe the difference in statements, sorted by the strength of their evidence (``evidence``, ``statements``).
-   Report NaN or infinity, swapped names, and which tensors and cases differ. Compare the results with the port's own
-   ``forward`` (``own_forward``). If this reveals nothing, describe the error of the first training step
+   Report NaN or infinity and swapped names, and list the tensors and cases that differ. Compare the results with the
+   port's own ``forward`` (``own_forward``). If this reveals nothing, describe the error of the first training step
    (``measured.step``).
-5. Replay the case and find the block that introduces the difference (``evidence.blame``). If no change was found,
-   describe the error of this block (``statements``). Save the inputs of the block (``reproduce``).
+5. Replay the case and find the block that introduces the difference (``evidence.blame``). If step 3 found no
+   change, use ``statements`` to describe the error of this block. Save the inputs of the block (``reproduce``).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class FailureReport:
         case: Name of the case.
         stage: Name of the stage to which the case belongs.
         blame: The blocks that introduce or inherit the difference; None if the case can't be replayed.
-        diagnosis: The cause of the difference; None if the case agrees with the reference and the report only shows its
-            attention.
+        diagnosis: The cause of the difference; None if the case agrees with the reference, so that the report shows
+            only the attention weights.
         view: Data about the case for the HTML page; None if the page doesn't show the case.
         directory: Directory with the inputs of the first wrong block; None if they were not saved.
     """
@@ -279,12 +279,12 @@ class Investigation:
         """Return a diagnosis for outputs that are wrong only if the port runs without taps.
 
         The diagnosis contains the candidates that reproduce these outputs. If there are none, it states how the outputs
-        differ from the outputs with taps.
+        differ from the outputs of a run with taps.
         """
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
         if finding.dtype != "float64":
             return Diagnosis(sentence, LIKELY)
-        with suppress(Exception):  # other cases may raise an exception, but the sentence about this case is still valid
+        with suppress(Exception):  # if another case raises an exception, report only ``sentence``
             runs: list[tuple[Case, Arrays]] = []
             for one in (case, *(other for other, _ in others)):
                 inputs = given(one.inputs, "float64")
@@ -333,7 +333,7 @@ class Investigation:
         return ""
 
     def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
-        """Rerun the port, and report whether its error is a rounding error and which expected properties it lacks."""
+        """Rerun the port. Report whether the error is only rounding, and which expected properties the port lacks."""
         placement = self.setting.placement(evidence.blame.dtype)
         rounded, noise = "", 0.0
         with suppress(Exception):  # ports may reject modified weights
@@ -344,7 +344,7 @@ class Investigation:
         return blame(self._loaded(subject.case, subject.dtype), subject)
 
     def _loaded(self, case: Case, dtype: str) -> LoadedPort:
-        """Load the port, and make the calls that precede the case."""
+        """Load the port, and make the calls that must precede the run of the case."""
         placement = self.setting.placement(dtype)
         loaded = self.port.load(case.config, given(case.load_weights(), dtype), placement)
         call_before(case, loaded, self.port, placement)
@@ -371,8 +371,8 @@ def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> li
 
     If the ``activations`` stage fails, return only the first failure of this stage, because this failure may cause the
     failures of other stages. Omit the ``steps`` stage if the ``gradients`` stage fails. Also omit the ``steps`` stage
-    if the ``decode`` stage fails and the ``steps`` stage differs only in tokens. These tokens come from searches
-    between two steps.
+    if the ``decode`` stage fails and only the tokens in the ``steps`` stage are wrong. These tokens are the results of
+    searches that run between two training steps.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):

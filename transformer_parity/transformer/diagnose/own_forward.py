@@ -40,7 +40,7 @@ def beside_forward(
 
     Args:
         port: The port to rerun.
-        placement: Float64 and the device on which to run the port.
+        placement: The device on which to run the port, and the dtype, which must be float64.
         shown: Cases of one stage. Each case is paired with the port's tensors, or with None if the port agrees with
             the reference in this case.
 
@@ -77,7 +77,7 @@ def beside_forward(
 
 
 def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
-    """Describe the first token that a greedy search chose although an allowed token has a larger logit.
+    """Describe the first token that a greedy search chose although a different allowed token had a larger logit.
 
     Return "" if there is no such token.
 

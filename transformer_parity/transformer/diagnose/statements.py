@@ -1,4 +1,4 @@
-"""Add statements about a difference to a diagnosis. The statements are sorted by the strength of their evidence."""
+"""Add statements to a diagnosis. They describe a difference and are sorted by the strength of their evidence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """If ``detail`` isn't empty, add a statement that the port's tensors differ from the tensors that it declares."""
+    """If ``detail`` isn't empty, add a statement that the port returned different tensors than it declared.
+
+    ``detail`` describes the wrong names or the wrong order of these tensors.
+    """
     if not detail:
         return found
     promise = f"the port returned different tensors than it declared: {detail}"
@@ -95,7 +98,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 def _sentences(case: Case, isolated: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
     """Return two pairs ``(isolated, wanted)``: one without the padded sentences, and one with all sentences.
 
-    If no sentence is padded, or if every sentence is padded, the result contains only the pair with all sentences.
+    If none or all of the sentences are padded, the result is a single pair with all sentences.
     """
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
@@ -149,15 +152,15 @@ def of_place(
     found = with_statements(found, errors, evidence)
     if case.stage != ACTIVATIONS or differing is None:
         return found
-    # A pattern in activations can have many causes, so it is only an additional statement, not the diagnosis itself.
+    # A pattern in activations can have many causes, so it is added to a diagnosis but never becomes the main sentence.
     return replace(found, signatures=(*found.signatures, *patterns(differing), *among_cases(findings, case, others)))
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list never becomes
-    the main sentence.
+    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list is never
+    used as the main sentence.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))

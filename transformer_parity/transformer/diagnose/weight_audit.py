@@ -166,7 +166,7 @@ def summary(fates: Iterable[Fate]) -> str:
 
 
 def as_bug(fates: Iterable[Fate]) -> Bug | None:
-    """Return a candidate that makes the same replacements and transpositions as the port, or None if there are none."""
+    """Return a candidate with the replaced and transposed weights that the audit found, or None if it found none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None
@@ -188,7 +188,7 @@ def as_bug(fates: Iterable[Fate]) -> Bug | None:
 
 
 def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:
-    """Return all taps and the output of a run on copies of the inputs, which the port may overwrite.
+    """Run a port on copies of the inputs, because it may overwrite them. Return all taps and the output.
 
     Raises:
         _OverwrittenError: If the port modifies an input. The message contains the name of the input.
@@ -220,10 +220,10 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the result of the audit for a weight that first affects the correct tensor.
+    """Return the result of the audit for a weight that the port uses in the correct place.
 
-    The weight may be transposed. ``tap`` is the name of the tensor. It is empty if, in the port and in the reference,
-    the weight has no effect on any compared tensor.
+    If this weight changes, the first tensor that changes is the same in the port and in the reference. ``tap`` is the
+    name of this tensor, or empty if no compared tensor changes. The port may still transpose the weight.
     """
     weight = weights[name]
     if not tap:
@@ -245,7 +245,7 @@ def _fate_of_the_unused(
 ) -> Fate:
     """Return the result of the audit for a weight that has no effect.
 
-    If the port uses a different weight, zeros, or ones instead, the result contains the name of this replacement.
+    If the port uses a different weight, zeros, or ones instead of this weight, the result names the replacement.
     """
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:

@@ -51,7 +51,7 @@ class Probe:
 
     @property
     def halfway(self) -> int:
-        """Half the number of steps, after which a different framework resumes the run."""
+        """Half the number of steps. After this step, a different framework resumes the run."""
         return self.steps // 2
 
     @property

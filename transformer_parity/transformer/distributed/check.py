@@ -96,7 +96,7 @@ class DistributedCheck:
         return [CheckedPort(PortJob(name, self.setting), self.cases(name), [DISTRIBUTED]) for name in self.named]
 
     def asked_of(self, port: CheckedPort) -> Coverage:
-        """Return the coverage that the check of a port must reach to be complete."""
+        """Return the coverage that a complete check of a port requires."""
         planned = Counter((DISTRIBUTED, case.dtypes[0]) for case in port.cases)
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
@@ -200,7 +200,10 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return the run, resumed from the previous framework's snapshot or, if there is none, from the reference's."""
+        """Return the run with the snapshot from which it resumes.
+
+        This is the previous framework's snapshot or, for the first framework, the reference's snapshot.
+        """
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)
 
@@ -210,7 +213,7 @@ def _failed(backend: str, run: DeviceRun, error: GroupError) -> Finding:
 
 
 def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen | None]:
-    """Return the expected results of a run and, if its precision is lower than float64, results with that precision."""
+    """Return a run's expected results and, if the run's precision is lower than float64, results in this precision."""
     probe = run.probe
     if draws(probe):
         return processes.train(TrainingTask(probe))[0], None

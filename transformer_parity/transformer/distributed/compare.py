@@ -107,7 +107,7 @@ def draws(probe: Probe) -> bool:
 
 
 def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
-    """Return the contributions of the shards to the first gradient, once for each possible division of the rows."""
+    """For each possible division of the rows, return the contributions of the shards to the first gradient."""
     probe, start = run.probe, run.start
     if draws(probe):
         return []

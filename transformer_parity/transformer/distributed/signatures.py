@@ -3,8 +3,8 @@
 The correct gradient of a batch is the sum of all shards' contributions. The reference computes these contributions. If
 the gradient is wrong, solving a linear system yields the coefficient of each contribution. These coefficients identify
 the bug. For example, (1/2, 1/2) indicates that the gradient is a mean instead of a sum, and (1, 0) indicates that it
-was not reduced. N / (W n) indicates that each shard computed its own mean, where N is the number of target tokens in
-the batch, n is the number of target tokens in the shard, and W is the number of shards.
+was not reduced. A coefficient of N / (W n) indicates that each shard computed its own mean. Here, N is the number of
+target tokens in the batch, n is the number of target tokens in the shard, and W is the number of shards.
 """
 
 from __future__ import annotations

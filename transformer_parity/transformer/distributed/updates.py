@@ -16,8 +16,8 @@ from transformer_spec.parallel_plan import Plan
 
 STEPS = 4  # number of steps to run
 EXACT = 1e-9  # maximum relative error of the losses
-# In the bug catalog, each bug names the case that detects it. The bugs with the case ``OF_SHARD`` can occur with any
-# number of data-parallel shards, and the bugs with the case ``OF_PARTS`` can occur with any number of FSDP shards.
+# In the bug catalog, each bug names the case that detects it. If this case is ``OF_SHARD``, the bug can occur with any
+# number of data-parallel shards. If it is ``OF_PARTS``, the bug can occur with any number of FSDP shards.
 OF_SHARD = "distributed/data=2/short"
 OF_PARTS = "distributed/fsdp=2/short"
 

@@ -43,7 +43,7 @@ Place = tuple[tuple[int, int], ...]  # start and stop of a shard along each axis
 Held = tuple[int, Place, str]  # device of a shard, its position in the full parameter, and its hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 OWN_LENGTH = 4  # all targets in a shard's own batch have this length, so all rows have the same weight in the loss
-OWN_STEP = 1000  # step number of the first shard's own batch; no run has this many steps
+OWN_STEP = 1000  # step number of the first shard's own batch; larger than the number of steps in any run
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Seen:
         gradient: Full gradient of the first step before clipping.
         snapshots: Dict from step numbers to snapshots, with one snapshot after half of the steps and one after the last
             step.
-        shards: Shards of each parameter that this process stores after the last step.
+        shards: Dict from parameter names to the shards that this process stores after the last step.
         refused: Error message if the framework or the port doesn't support the plan; empty otherwise.
         config: Config of the user's port; None for packages.
         own_gradient: Gradient of the initial model if each shard receives a different batch; recorded only for user

@@ -92,7 +92,7 @@ class Scale:
         return cls(math.floor(min(exponents, default=-16.0)), math.ceil(max(exponents, default=0.0)))
 
     def __call__(self, value: float | str) -> float:
-        """Return the position of a value on the scale in percent: 0 for zero, and 100 for infinity and NaN."""
+        """Return a value's position on the scale as a percentage: 0 for zero, and 100 for infinity and NaN."""
         number = float(value)
         if not number < math.inf:
             return 100.0
@@ -112,7 +112,7 @@ def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
 
 
 def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) -> dict[str, Any]:
-    """Return the content of a tap's entry in the list."""
+    """Return the data that the list of taps shows for one tap."""
     shown = {name: entry for name, entry in zip(names, entries, strict=True) if entry is not None}
     verdicts = {name: entry["verdict"] for name, entry in shown.items()}
     worst = next((verdict for verdict in (INTRODUCED, INHERITED) if verdict in verdicts.values()), "")

@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-NEAR = 24  # number of preceding taps to test as inputs of a tap; more than the number of taps in a layer
+NEAR = 24  # number of preceding taps to test as inputs of a tap; larger than the number of taps in a layer
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
 
 
 def _marks(evidence: Evidence, baseline: Mapping[str, float], dtype: str) -> list[Mark]:
-    """Return the marks of a port, with tolerances for a full run, in which rounding errors accumulate over taps."""
+    """Return a port's marks, with the tolerances of a full run. In a full run, rounding errors accumulate over taps."""
     marks = []
     for mark in evidence.blame.marks:
         allowed = tolerance(mark.name, dtype, baseline.get(mark.name, 0.0))
@@ -157,7 +157,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the inputs of a tap. A preceding tap is an input if a perturbation of only this tap changes the result."""
+    """Return the preceding taps on which a tap directly depends. Perturbing only one of them changes the tap."""
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

@@ -24,8 +24,8 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-# Maximum total number of values in all scores and weights. A sentence with 20 source tokens and 20 target tokens has
-# fewer values in the base model.
+# Maximum total number of attention scores and weights on a page. The base model computes fewer scores and weights for a
+# sentence pair with 20 source tokens and 20 target tokens, so the page shows all tokens of such a pair.
 MOST_WEIGHTS = 150_000
 MOST_CHANNELS = 2048  # maximum number of channels for which full values are stored
 SIDES = ("source", "target")
@@ -46,7 +46,7 @@ class Buffer:
         return place
 
     def encoded(self) -> str:
-        """Return the compressed content as base64. The lowest bytes of all values come first."""
+        """Return the compressed content as base64. The least significant bytes of all values come first."""
         bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
         planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
         return base64.b64encode(zlib.compress(planes, 9)).decode()
@@ -87,7 +87,7 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
 
 
 def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
-    """Return the data that a report shows about a differing case. Tokens are shown as IDs."""
+    """Return the data that a report shows about a case with a difference. Tokens are shown as IDs."""
     config = subject.case.config
     special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
     tokens = {
@@ -189,7 +189,7 @@ class _Tap:
     def _port_entry(
         self, port: Recorded, value: ndarray | None, expected: ndarray, buffer: Buffer
     ) -> dict[str, Any] | None:
-        """Return the errors of a port and the offsets of its values, or None if the port doesn't return this tap."""
+        """Return a port's errors and the offsets of the port's values, or None if the port doesn't return this tap."""
         mark = next((mark for mark in port.marks if mark.name == self.name), None)
         if mark is None:
             return None

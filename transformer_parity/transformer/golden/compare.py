@@ -36,7 +36,7 @@ COPIED = "the bytes are equal to A's, so they were copied, not computed"
 
 
 def outputs(case: Case, dtype: str, directory: GoldenDirectory) -> Outputs:
-    """Return the tensors that a directory contains for a case, as if a port had returned them.
+    """Return a directory's tensors for a case, in the same form as the outputs of a port.
 
     Args:
         case: The case.
@@ -54,7 +54,7 @@ def outputs(case: Case, dtype: str, directory: GoldenDirectory) -> Outputs:
 
 @dataclass(frozen=True)
 class DirectoryPair:
-    """Two directories with the golden vectors of one model.
+    """Two directories, each with golden vectors of the same model.
 
     Attributes:
         name: Name of the model; empty if there is only one model.
@@ -80,7 +80,7 @@ class DirectoryPair:
 
     @cached_property
     def copied(self) -> dict[tuple[str, str], list[str]]:
-        """A dict from pairs of case and dtype to the names of B's tensors that are copies of A's tensors."""
+        """A dict that maps each pair of case and dtype to the names of B's tensors that are copies of A's tensors."""
         return find_copies(self.truth, self.candidate, self.cases)
 
     @property

@@ -1,9 +1,9 @@
 """Find tensors in B that were copied from A instead of computed.
 
-Two programs always round some values differently. All values that are computed from these values then differ in their
-last bits. Between any two of our five implementations, typically 5% of the values in a tensor are bitwise identical,
-and never more than half. If nearly all values of a tensor are identical in A and B, B did not compute the tensor. This
-test excludes tensors that all programs compute exactly (see ``EXACT``).
+Any two programs round some values differently. All values that are computed from these values then differ in their last
+bits. Between any two of our five implementations, typically 5% and at most half of the values in a tensor are bitwise
+identical. If nearly all values of a tensor are identical in A and B, B did not compute the tensor. This test excludes
+tensors that all programs compute exactly (see ``EXACT``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
-    """Return a dict from pairs of case and dtype to the names of the tensors in B that are copies of tensors in A.
+    """Return a dict that maps each pair of case and dtype to the names of B's tensors that are copies of A's tensors.
 
-    If B contains at least one copy in a case and dtype, the result lists all tensors of this case that are identical in
-    A and B, including those in ``EXACT``.
+    If B contains a copy of at least one tensor of a case in some dtype, the result lists all tensors of this case and
+    dtype that are identical in A and B. The list then includes the identical tensors in ``EXACT``.
 
     Args:
         truth: Directory A.

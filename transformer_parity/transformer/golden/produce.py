@@ -1,4 +1,4 @@
-"""Run a port on the cases of golden vectors."""
+"""Run a port on the cases that a set of golden vectors contains."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
 
     Golden vectors don't record the calls that precede a case. Therefore, a case with such calls is omitted if an
     earlier case has the same model and shapes. Otherwise, the case is included without these calls. The cases with the
-    large vocabulary and the longest sentence are omitted because of their size. Gradients of large logits are omitted
-    because the results of a saturated softmax are bitwise identical in all programs.
+    large vocabulary and the longest sentence are omitted because of their size. Gradient cases with large logits are
+    omitted because a saturated softmax returns bitwise identical results in all programs.
     """
     config = config.replace(dropout=NO_DROPOUT)
     found: dict[object, Case] = {}
@@ -71,7 +71,7 @@ def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str)
 def compute(
     port: PackagePort | PluginPort, cases: Sequence[Case], dtypes: Sequence[str], device: str, advance: Progress
 ) -> tuple[list[tuple[Case, dict[str, Tensors]]], list[LeftOut]]:
-    """Run all cases. Return the tensors of each case by dtype, and the entries for tensors that the port can't compute.
+    """Run all cases. Return the tensors of each case, keyed by dtype, and an entry for each tensor or case to omit.
 
     Raises:
         RuntimeError: If the port raises an exception in a case or modifies the inputs of the case.

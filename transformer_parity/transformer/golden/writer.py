@@ -36,7 +36,8 @@ def write(
 ) -> None:
     """Write golden vectors into an empty directory.
 
-    If an error occurs, the directory is incomplete. To avoid this, write into a directory from ``replaced``.
+    If an error occurs, the directory is incomplete. To avoid this, write into the temporary directory that ``replaced``
+    yields.
 
     Args:
         path: The directory.
@@ -66,7 +67,7 @@ def write(
         "left_out": [asdict(entry) for entry in left_out],
     }
     text = json.dumps(manifest, indent=1, allow_nan=False)
-    # Write the entry of each tensor on one line. The replacement doesn't affect strings, because JSON escapes line
+    # Write each tensor's entry on its own line. The replacement doesn't affect strings, because JSON escapes line
     # breaks inside strings as \n.
     text = re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
     (path / MANIFEST).write_text(text + "\n", "utf-8")

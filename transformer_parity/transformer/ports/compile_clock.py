@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spent:
-    """The time that a port's process has used.
+    """The wall-clock and CPU time of a port's process.
 
     Attributes:
         seconds: Wall-clock time from start to end, in seconds.

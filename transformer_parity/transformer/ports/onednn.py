@@ -1,8 +1,8 @@
 """Switch PyTorch's float32 matmuls to oneDNN if a measurement shows that oneDNN is faster.
 
-By default, PyTorch uses its BLAS, usually MKL, which reaches only half of the peak throughput of an AMD processor. The
-public switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then uses
-bfloat16 if the processor supports fast bfloat16 multiplication (Intel's AMX), and float32 otherwise. Because the
+By default, PyTorch uses a BLAS library, usually MKL, which reaches only half of the peak throughput of AMD processors.
+The public switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then
+uses bfloat16 if the processor supports fast bfloat16 multiplication (Intel's AMX), and float32 otherwise. Because the
 processor's name doesn't determine which dtype oneDNN uses, this module measures speed and accuracy once per process.
 The measurement temporarily changes the process-wide switch and the number of threads. Therefore, only the commands of
 ``parity`` run the measurement, and ``transformer_torch`` never does.
@@ -25,11 +25,11 @@ ROUNDS = 9  # number of timed matmuls per library; each takes about 2 ms
 # Minimum speedup for switching to oneDNN. Measurement noise never causes an apparent speedup of 1.5. A smaller speedup
 # wouldn't pay off, because small matmuls are slower with oneDNN.
 GAIN = 1.5
-ERROR = 2.0**-20  # maximum relative error: 8 float32 epsilons. Rounding to bfloat16 causes an error of 2**-9.
+ERROR = 2.0**-20  # maximum relative error: 8 float32 epsilons; bfloat16 causes a relative error of about 2**-9
 
 
 class Measured(NamedTuple):
-    """Speed and accuracy of oneDNN's matmuls compared with the BLAS.
+    """Speed and accuracy of oneDNN's matmuls, compared with the matmuls of the BLAS library.
 
     Attributes:
         gain: Speedup of oneDNN relative to the BLAS.
@@ -71,7 +71,7 @@ def describe() -> str:
 
 @cache
 def measured() -> Measured:
-    """Measure the speed and accuracy of oneDNN in less than 0.2 seconds, and restore the process-wide switch."""
+    """Measure oneDNN's speed and accuracy in less than 0.2 seconds, and restore the process-wide setting for oneDNN."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)

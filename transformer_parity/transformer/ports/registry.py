@@ -9,7 +9,7 @@ from transformer_parity.transformer.ports.package import LoadedPackage, PackageP
 from transformer_parity.transformer.ports.tensorflow import LoadedTf
 from transformer_parity.transformer.ports.torch import LoadedTorch
 
-# Keep torch before tensorflow. Some builds crash if TensorFlow is imported first.
+# Keep torch before tf in this dict, because some builds crash if TensorFlow is imported before PyTorch.
 PORTS: dict[str, PackagePort] = {
     "numpy": PackagePort("numpy", "reference_numpy", (), LoadedPackage),
     "torch": PackagePort("torch", "transformer_torch", ("torch",), LoadedTorch),

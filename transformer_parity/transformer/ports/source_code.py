@@ -21,7 +21,7 @@ class Piece:
     """A piece of source code from one package.
 
     Attributes:
-        place: Position of the piece as ``file:line``.
+        place: Position of the code as ``file:line``.
         code: Source code.
         summary: First paragraph of the docstring.
     """
@@ -171,7 +171,7 @@ def list_names(packages: list[SourcePackage]) -> str:
 def not_found(name: str, packages: list[SourcePackage], asked_for: list[SourcePackage]) -> str:
     """Return an error message for an unknown name.
 
-    The message names the other packages that contain the name. If there are none, it suggests similar names. If there
+    The message lists the other packages that define the name. If there are none, it suggests similar names. If there
     are no similar names either, it lists all names.
     """
     if elsewhere := [package.name for package in packages if package.find(name)]:

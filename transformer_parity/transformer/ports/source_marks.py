@@ -1,7 +1,7 @@
 """Token-by-token differences between a port's code and the reference's code, for ``parity source`` and the site.
 
-The comparison ignores comments, annotations, and layout. It treats the forward method's names in the different
-frameworks as the same name.
+The comparison ignores comments, annotations, and layout. The forward method has a different name in each framework. The
+comparison treats these names as equal.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _one_name(text: str) -> str:
 
 
 def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
-    """Match the reference's tokens with a port's tokens, and return a dict from reference to port indices.
+    """Match the reference's tokens with a port's tokens, and return a dict from reference indices to port indices.
 
     Two tokens match only if they are in the same class or function.
     """

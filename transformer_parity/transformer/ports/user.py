@@ -50,8 +50,8 @@ class Port:
         dtypes: The dtypes that the model supports. Without float64, the check can't distinguish a bug from a rounding
             error.
         taps: Patterns for the taps (named intermediate values) that ``forward`` reports. ``parity info --names`` lists
-            the names. Dots separate the parts of a name. ``*`` matches one part, and ``**`` matches any number of
-            parts.
+            the names. Dots separate the parts of a name. ``*`` matches one part of a name, and ``**`` matches any
+            number of parts.
         left_out: Cases that the model doesn't support, as a mapping from case name to reason. An entry for ``name``
             also applies to all cases whose names start with ``name/``. The report lists these cases as skipped.
         one_process: True if a single process controls all devices, as in JAX and with TensorFlow's
@@ -341,7 +341,7 @@ def _origin(module: str) -> str:
 
 
 def _hint(module: str, name: str) -> str:
-    """Return a hint with the module name to use instead of a path, or an empty string if the name isn't a path."""
+    """If ``module`` is a path, return a hint that suggests a module name. Otherwise, return an empty string."""
     path = module.removesuffix(".py")
     parts = [part for part in re.split(r"[/\\]", path) if part not in ("", ".")]
     if path == module and len(parts) == 1:

@@ -33,7 +33,7 @@ from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]
 SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # from worst to best
-MATRICES = 6  # maximum number of cases with a table of all taps
+MATRICES = 6  # maximum number of cases for which the page contains a table of all taps
 FOLDED_LENGTH = 3  # number of list entries shown before the rest is collapsed
 
 

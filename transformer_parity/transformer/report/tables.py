@@ -1,4 +1,4 @@
-"""Tables that are specific to the Transformer: titles for each dtype, and each block's errors on real sentences."""
+"""Parts of tables that are specific to the Transformer: titles for dtypes, and the block errors on real sentences."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class BuggyPort:
 
 
 def injected(bug: Bug, backend: str) -> BuggyPort:
-    """Return the port of a package with an injected bug. The original port is not modified.
+    """Inject a bug into a copy of a package, and return a port of this copy. The original port is not modified.
 
     Raises:
         MissingFrameworkError: If the framework is not installed.
@@ -59,5 +59,5 @@ def injected(bug: Bug, backend: str) -> BuggyPort:
     port = PORTS[backend]
     port.import_package()
     package = edited_package(port.package, tuple(bug.edits[backend]))
-    fast = port.name != "numpy"  # in NumPy, bugs edit formulas; elsewhere, they may edit the fast path
+    fast = port.name != "numpy"  # in NumPy, a bug changes a formula; in other packages, it may change the fast path
     return BuggyPort(backend, replace(port, package=package.__name__, fast=fast), bug)

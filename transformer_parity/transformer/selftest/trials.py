@@ -44,12 +44,12 @@ class Trial:
 
     Attributes:
         backend: Name of the port.
-        part: Part of the bug catalog.
+        part: Name of the part of the bug catalog that contains the bug.
         bug: Name of the bug.
         caught: Whether the comparison fails.
         located: Whether the comparison and the replay find the first difference at the expected tap.
         named: Whether the diagnosis identifies the bug; None if the bug can't be identified.
-        said: The message about the first failure, or the sentence of the diagnosis.
+        said: The message about the first failure, or the diagnosis as one sentence.
     """
 
     backend: str
@@ -132,7 +132,7 @@ def _case(backend: str, part: str, bug: Bug) -> Case:
 @contextmanager
 def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
     """Disable compilation inside a ``with`` statement, unless the bug affects only compiled code."""
-    # If taps are on, TensorFlow compiles only searches and training steps.
+    # If taps are recorded, TensorFlow compiles only searches and training steps.
     if part in TRAINING or part == "decoding" or (backend == "jax" and bug.path != "fast"):
         with interpreted(backend):
             yield
@@ -168,7 +168,7 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
 
     Args:
         backends: Names of the ports.
-        chosen: Parts of the bug catalog.
+        chosen: Names of the parts of the bug catalog to try.
         timeout: Seconds without a message after which a process is stopped, as in ``processes.run_all``.
 
     Raises:

@@ -31,7 +31,7 @@ class Engine(Protocol):
         """Return the text of token IDs, without special tokens."""
 
     def name(self, token: int) -> str:
-        """Return the token with an ID."""
+        """Return the token that has the given ID."""
 
     def find(self, piece: str) -> int | None:
         """Return the ID of a token, or None if it doesn't exist."""
@@ -107,7 +107,7 @@ class Pieces:
         return self._processor.decode_pieces(pieces).replace(SPACE, " ").strip()
 
     def name(self, token: int) -> str:
-        """Return the token with an ID."""
+        """Return the token that has the given ID."""
         return self._names.get(int(token), UNKNOWN)
 
     def find(self, piece: str) -> int | None:
@@ -163,7 +163,7 @@ class TokenizerFile:
             return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
 
     def name(self, token: int) -> str:
-        """Return the token with an ID."""
+        """Return the token that has the given ID."""
         return self._tokenizer.id_to_token(int(token)) or UNKNOWN
 
     def find(self, piece: str) -> int | None:

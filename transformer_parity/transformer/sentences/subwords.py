@@ -143,7 +143,7 @@ class JointVocabulary(Vocabulary):
         return self.subwords.processor.decode(pieces)
 
     def pieces(self, line: str, *, source: bool = True) -> list[str]:
-        """Return the tokens of a line, in which unknown subwords appear as their text."""
+        """Return the tokens of a line. Unknown subwords appear as their text."""
         return [*self.subwords.pieces(line), "</s>"]
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:

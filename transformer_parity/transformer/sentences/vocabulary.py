@@ -14,8 +14,8 @@ from numpy import ndarray
 from transformer_parity.transformer.sentences.pairs import Pairs
 from transformer_spec.config import TransformerConfig
 
-# Maximum number of tokens in a sentence. Longer input, such as a file without line breaks, would take hours and exhaust
-# the memory.
+# Maximum number of tokens in a sentence. Processing longer input, such as a file without line breaks, would take hours
+# and exhaust the memory.
 LONGEST = 4096
 
 # Hugging Face transformers removes the spaces from these strings, one string after another in this order.
@@ -71,7 +71,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Return the token for each ID of a translation or, with ``source``, of a line to translate."""
+        """Return the token for each ID of a translation or, if ``source`` is True, of a line to translate."""
 
     def pieces(self, line: str, *, source: bool = True) -> list[str]:
         """Return the tokens of a source or target line. If possible, show unknown tokens as their text."""

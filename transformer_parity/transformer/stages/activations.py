@@ -58,7 +58,7 @@ class ActivationStage(Stage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the names of the taps that the port doesn't report, and the reason."""
+        """If the port doesn't report some taps, yield their names and the reason."""
         if hidden:
             yield tuple(hidden), "these taps are not reported"
 

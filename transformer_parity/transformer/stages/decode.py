@@ -24,7 +24,7 @@ from transformer_spec.search import SearchResult
 
 TOKENS, SCORES = "tokens", "scores"
 STEPS = "steps"  # the unfinished hypotheses after each step
-SEARCHED = (TOKENS, SCORES, STEPS)  # tensors of a search; all other tensors come from decoding with a cache
+SEARCHED = (TOKENS, SCORES, STEPS)  # tensors that a search returns; decoding with a cache returns the other tensors
 
 
 class DecodeStage(Stage):
@@ -77,7 +77,10 @@ class DecodeStage(Stage):
         return tolerances({name: truth[name] for name in truth if name not in SEARCHED}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors to compare: for cached decoding, logits and taps; else tokens and scores."""
+        """Return the names of the tensors to compare.
+
+        These are tokens and scores for a search, and logits and taps for decoding with a cache.
+        """
         if shown.path != CACHED:
             return [TOKENS, SCORES]
         return [name for name in shown.expected.tensors if name not in SEARCHED]
@@ -119,7 +122,7 @@ def _search(case: Case, loaded: LoadedPort, outputs: Outputs) -> Tensors:
 
 
 def _compare_search(shown: PathTensors) -> Iterator[Finding]:
-    """Compare the tokens, explain every decision that differs from the reference's, then compare the scores."""
+    """Compare the tokens, explain every decision that differs from the reference's decision, and compare the scores."""
     author, path, case, expected = shown.author, shown.path, shown.case, shown.expected
     ids, scores = shown.tensors[TOKENS], shown.tensors.get(SCORES)
     if problem := _tokens_problem(case, ids, expected.tensors[TOKENS]):

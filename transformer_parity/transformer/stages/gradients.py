@@ -63,7 +63,7 @@ class GradientStage(TrainingStage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the names of the gradients at taps that the port doesn't report, and the reason."""
+        """If the port doesn't report some taps, yield the names of the gradients at these taps and the reason."""
         if hidden and any(name.startswith(AT) for name in tensors):
             yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not reported"
         yield from super().left_out(case, tensors, hidden)

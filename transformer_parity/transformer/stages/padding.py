@@ -37,7 +37,8 @@ class Read:
         # All gradients are used, except the gradients with respect to the attention weights of masked keys. In the
         # backward pass, the softmax multiplies these gradients by 0.
         backward = case.stage == GRADIENTS
-        if case.stage == STEPS:  # only the logits of forward passes between two steps have unused positions
+        # In training, only the logits that a forward pass computes between two steps have unused positions.
+        if case.stage == STEPS:
             names = [name for name in names if name.endswith(" logits")]
         elif backward:
             names = [name for name in names if name.startswith("at ") and name.endswith(".weights")]

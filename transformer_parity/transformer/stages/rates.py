@@ -20,7 +20,7 @@ from transformer_spec.training_config import TrainingConfig
 
 DISTURBED = 1e-9  # relative change of a learning rate, to measure the effect on the weights
 ITERATIONS = 4  # iterations of the fit; more than one, because the effects of learning rates aren't exactly linear
-ROUNDED = 1e-4  # maximum relative error of the weights that rounded learning rates can cause
+ROUNDED = 1e-4  # maximum relative error that rounded learning rates can cause in the weights
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def rounded_rates(
     """Yield candidates for the factors by which a port's learning rates differ from the schedule.
 
     The first tuple results from rounding the float64 learning rates to float32. The second tuple is fitted to the
-    port's weights. The caller must run the reference with the factors of each tuple. If the results agree with the
-    port, the factors explain the port's errors.
+    port's weights. The caller must run the reference with the factors of each tuple. If the reference's results then
+    agree with the port's results, the factors explain the port's errors.
 
     Args:
         case: The training case.

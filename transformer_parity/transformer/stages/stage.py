@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class PathTensors:
-    """The tensors that a port returns for a case on one path, with the expected tensors.
+    """The tensors that a port returns for a case when it runs in one way, and the expected tensors.
 
     Attributes:
         author: Factory that creates the findings.
@@ -62,7 +62,7 @@ class PathTensors:
 
 
 class Stage(Measure, ABC):
-    """A stage of a check, which compares one kind of results, for example activations or gradients.
+    """A stage of a check. Each stage compares one kind of result, for example activations or gradients.
 
     Attributes:
         name: Name of the stage in ``--stage`` and in findings.
@@ -75,10 +75,11 @@ class Stage(Measure, ABC):
             the last place. The tolerance depends on the largest error in any of the runs.
         has_loss: True if the stage requires labels.
         trains: True if the stage changes the model, so that each case loads a new model.
-        reproduces: Maximum rounding error between a port with a bug and a candidate, which is a reference with the same
-            bug. If the error is larger, the bugs differ. The error that a bug causes is always larger than this value.
-            The smallest error in activations is 1.8e-10, from an epsilon rounded to float32. The smallest error in
-            weights is 8e-9, from 1e-6 added to a norm before clipping.
+        reproduces: Maximum error between a port with a bug and a reference with the same bug, caused only by rounding.
+            If the error is larger than this value, the port and the reference have different bugs. The error that a bug
+            causes is always larger than this value. The smallest such error in activations is 1.8e-10, which results
+            from rounding an epsilon to float32. The smallest such error in weights is 8e-9, which results from adding
+            1e-6 to a norm before clipping.
         optional: Tensors that a port may omit, as a mapping from name pattern to description.
     """
 

@@ -64,7 +64,7 @@ class StepStage(TrainingStage):
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the tensors. If any tensor diverges, also compare with a reference that rounds its learning rates."""
+        """Compare the tensors. If any tensor diverges, also compare with a reference with rounded learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
         # The first loss is computed before the first update, so it doesn't depend on the learning rates.
@@ -186,7 +186,7 @@ def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
 
 
 def _trainer_calls(loaded: Any, trainer: Any, batch: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of the trainer methods that only the packages define."""
+    """Yield the results of the trainer methods that the four packages define and user ports don't."""
     with loaded.quickly():
         loss, tokens = trainer.evaluate(**batch)
         gradient = trainer.gradient(**batch)

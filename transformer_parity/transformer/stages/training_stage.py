@@ -30,7 +30,7 @@ def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
     weights. The computed gradient is rounding noise, which is measured relative to the gradient of the query bias.
 
     Other gradients can also be zero. For example, the gradients of the scores and of the query bias are zero if there
-    is only one key. The noise in these gradients is measured relative to the concatenated gradient.
+    is only one key. The noise in these gradients is divided by the norm of the concatenated gradient of all parameters.
     """
     usual = expected[name.replace("key_proj.bias", "query_proj.bias")] if is_noise(name) else expected[name]
     scale = usual if usual.any() or WHOLE not in expected else expected[WHOLE]

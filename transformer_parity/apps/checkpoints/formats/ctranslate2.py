@@ -239,7 +239,7 @@ def _with_ids(
         config: Config with placeholders for the special IDs.
         weights: Weights of the model.
         settings: Content of config.json.
-        zeros: Whether the decoder starts from a zero vector, in which case the padding token is always appended.
+        zeros: Whether the decoder starts from a zero vector. If so, the padding token is always appended.
 
     Returns:
         The config and the weights.

@@ -41,7 +41,7 @@ from transformer_spec.names import FLOAT_DTYPES
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER = "adapter_config.json"
-# The reader of each weight file, in the order in which transformers searches for the files.
+# Names of weight files and the functions that read them. The transformers library searches for the files in this order.
 WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {
     "model.safetensors": tensors.read,
     "model.safetensors.index.json": tensors.read_shards,

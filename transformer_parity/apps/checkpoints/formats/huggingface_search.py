@@ -72,7 +72,7 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
 
 
 def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Convert the fields of a ``generation_config.json``, or of an old ``config.json``, to a search.
+    """Convert the fields of a ``generation_config.json``, or of an old ``config.json``, to search settings.
 
     Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` is not
     changed, because transformers counts the BOS token but not the EOS token, whereas this project counts the EOS token

@@ -120,7 +120,9 @@ ATTENTIONS = {
     "the decoder's self-attention": '"decoder" in trace.path and "self" in trace.path',
     "all attention": "True",
 }
-INPUTS = {  # for each input of attention, the code that computes its gradient and a format string that scales it
+# Maps each input of attention to the code that computes the gradient of this input, and to a format string for code
+# that scales this gradient.
+INPUTS = {
     "queries": ("dquery = attention.query_proj.backward(", "dquery = {0} * attention.query_proj.backward("),
     "keys": ("dmemory = attention.key_proj.backward(", "dmemory = {0} * attention.key_proj.backward("),
     "values": ("dmemory + attention.value_proj.backward(", "dmemory + {0} * attention.value_proj.backward("),

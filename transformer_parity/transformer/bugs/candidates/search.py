@@ -59,7 +59,7 @@ def in_search(old: str, new: str) -> Edits:
 
 
 def with_result(line: str) -> Edits:
-    """Return an edit that inserts a line that modifies the token IDs ``ids`` before a search returns them."""
+    """Return an edit that inserts a line at the end of a search. The line modifies the returned IDs, ``ids``."""
     return changed("search_loop", numpy=(FOUND, f"{FOUND}    {line}\n"))
 
 

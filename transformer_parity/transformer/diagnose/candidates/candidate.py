@@ -284,7 +284,7 @@ def _changes(bug: Bug, config: TransformerConfig) -> bool:
 
 
 def content(bug: Bug) -> Any:
-    """Return a key for the changes that a bug makes to the reference, regardless of its name."""
+    """Return a key that identifies the changes that a bug makes to the reference. It doesn't contain the bug's name."""
     return (repr(sorted(bug.config.items())), tuple(bug.edits.get("numpy", ())), bug.convert)
 
 

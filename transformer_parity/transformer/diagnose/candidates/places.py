@@ -26,8 +26,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
-# Patterns that match the model parts that a bug changes. Each key is a module that the bug edits or a config field that
-# it sets.
+# Maps each module that a bug can edit, and each config field that a bug can set, to a pattern that matches the affected
+# model parts.
 CHANGED = {
     "attention": r"_attention$",
     "feed_forward": r"\.feed_forward$",
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Atom:
-    """The smallest unit in which a bug is tried: a model part, or one sub-layer with its residual connection."""
+    """The smallest unit in which the diagnosis tries a bug: a model part, or a sub-layer with its residual sum."""
 
     shown: str
     part: str
@@ -117,7 +117,8 @@ def placed(
     Args:
         bug: The bug. If the bug changes fewer than two model parts, the function yields nothing.
         config: Config of the model.
-        weights: Weights of the model. The function applies the bug's conversion to find out which of them it changes.
+        weights: Weights of the model. The function applies the bug's conversion to these weights, to find out which
+            weights the bug changes.
         introduced: Ranges of taps that may have introduced a difference (see ``intervals``); empty if unknown.
     """
     atoms = _atoms(bug, config, weights)
@@ -138,12 +139,12 @@ def placed(
 
 
 def intervals(introduced: Sequence[str], shown: Sequence[str], config: TransformerConfig) -> list[range]:
-    """Return, for each tap with a new difference, the range of taps that may have introduced the difference.
+    """Return, for each tap in ``introduced``, the range of taps that may have introduced its difference.
 
     The range starts after the previous tap that the port recorded, and ends with the tap itself.
 
     Args:
-        introduced: Recorded taps with a new difference; may include the output.
+        introduced: Recorded taps whose differences don't result from earlier recorded taps; may include the output.
         shown: All taps that the port recorded.
         config: Config of the model.
     """
@@ -186,7 +187,7 @@ def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) 
 
 
 def _module(edit: Edit) -> str:
-    """Return the key of ``CHANGED`` whose value lists the model parts that an edit changes."""
+    """Return the key of an edit. ``CHANGED`` maps this key to a pattern for the model parts that the edit changes."""
     module, old, _ = edit
     if module == "functional" and ("sigma" in old or "axis=rows" in old):
         return "layers"
@@ -200,7 +201,7 @@ def _changes(source: str, part: str) -> bool:
 
 
 def _parts(config: TransformerConfig) -> Iterator[str]:
-    """Yield the attribute paths of all model parts in which bugs are tried, in the order of computation."""
+    """Yield the attribute path of each model part in which the diagnosis can try a bug, in the order of computation."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
@@ -240,9 +241,9 @@ def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple
 
 
 def _span(part: str, taps: Sequence[str]) -> range:
-    """Return the range of the taps that a part computes.
+    """Return the indices of a part's taps as a range.
 
-    If the part has no taps, the range contains only the first tap that depends on the part.
+    If the part has no taps, the range contains only the index of the first tap that depends on the part.
     """
     own = [i for i, tap in enumerate(taps) if tap.startswith(f"{part}.")]
     if not own:

@@ -61,7 +61,7 @@ def _closer(
     """For cases without taps, yield attempts that change the candidates with the smallest errors.
 
     If the port has two bugs, a candidate with one of them usually has a smaller error than a candidate with neither. A
-    change adds one bug to the candidate or sets one convention, possibly to the value in the config.
+    change adds one bug, sets one convention, or resets one config field to its value in the config of the case.
     """
     fields = sorted({name for bug in known if is_convention(bug) for name in bug.config})
     own = [Bug("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
@@ -91,7 +91,7 @@ def _closer(
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
     """Remove unnecessary bugs and conventions from an exact attempt, one at a time.
 
-    Return the attempt after each removal.
+    Each removal leads to a new attempt, which is also exact. Return these attempts.
     """
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
@@ -105,9 +105,9 @@ def _names(parts: Sequence[Bug]) -> frozenset[str]:
 
 
 def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: TransformerConfig) -> tuple[Bug, ...]:
-    """Return the bugs and conventions in ``parts``, and the additional bug or convention ``bug``.
+    """Add ``bug``, which may be a bug or a convention, to the bugs and conventions in ``parts``.
 
-    If ``bug`` is a convention, its config fields override the same fields of the conventions in ``parts``.
+    If ``bug`` and a convention in ``parts`` set the same config field, the value from ``bug`` replaces the other value.
     """
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}

@@ -45,7 +45,8 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # keys are missing if the sum of a query's attention weights is too small by more than this value
+# Keys are missing if a query's attention weights add up to less than the reference's sum minus this value.
+HIDDEN = 1e-6
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -61,9 +62,9 @@ class Subject:
         truth: The reference in float64.
         same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
             float64.
-        own: The port's tensors. Reruns use the port's values as inputs at positions that a correct model doesn't read.
-        unread: Tensors whose values replace the results of a run at positions that a correct model doesn't read. If
-            the caller passes a value for a tap to ``run``, that value replaces the results instead.
+        own: The port's tensors. At positions that a correct model doesn't read, reruns use these values as inputs.
+        unread: Tensors that ``run`` copies to its results at positions that a correct model doesn't read. If the caller
+            passes ``run`` a value for a tap, ``run`` copies this value instead.
     """
 
     case: Case
@@ -111,7 +112,7 @@ class Subject:
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
-    """Determine, for every tap or gradient of a case, whether a difference was introduced there.
+    """Determine which taps or gradients of a case introduce a difference, and which only inherit a difference.
 
     Args:
         loaded: The port.
@@ -176,7 +177,8 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
     """Mark a difference as inherited if a variant of the reference shows that an earlier block introduced it.
 
-    This applies if the variant has the same difference in a normal run, but not if its blocks receive correct inputs.
+    The difference is inherited if it also occurs in a normal run of the variant, but disappears in a run in which each
+    block of the variant receives correct inputs.
     """
     subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformer_parity.transformer.cases.case import DECODE, Case
 
 EVIDENCE = 3  # minimum number of cases that agree with the reference and don't satisfy the condition
-# Numbers that a condition may compare with an exact value. Conditions compare other numbers only with limits.
+# Numbers for which a condition may require an exact value. For other numbers, each condition is a lower or upper limit.
 EXACTLY = ("a batch size", "a beam_size", "a length_penalty")
 
 
@@ -40,7 +40,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
 
 
 def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str, list[Case]]]:
-    """Yield each condition that all differing cases satisfy, with the agreeing cases that also satisfy it."""
+    """Yield each condition that all cases in ``differ`` satisfy, and the cases in ``agree`` that also satisfy it."""
     for fact in sorted(set.union(*map(_facts, (*differ, *agree)))):
         if all(fact in _facts(case) for case in differ):
             yield fact, [case for case in agree if fact in _facts(case)]

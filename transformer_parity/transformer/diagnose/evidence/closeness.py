@@ -46,7 +46,7 @@ def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None =
     Args:
         ratio: The factor.
         config: Config of the model, or of its decoder.
-        case: The case with the batch; None if the factor can't depend on batch sizes.
+        case: The case whose batch sizes may explain the factor; None if the factor can't depend on batch sizes.
     """
     equal = [
         wording

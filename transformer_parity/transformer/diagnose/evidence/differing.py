@@ -61,7 +61,7 @@ class Differing:
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
         """Return the tensors of a case.
 
-        The findings for its stage determine which tensors differ from the reference.
+        The findings about the case show which tensors differ from the reference.
         """
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
@@ -125,7 +125,9 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
 def by_factor(
     shown: Differing, factors: dict[str, float], prefix: str, sentence: str, batch: Case | None = None
 ) -> str:
-    """Describe the factors between all wrong tensors and the reference, if there are at most three different factors.
+    """Describe the factors by which the wrong tensors differ from the reference.
+
+    Return "" if there are more than three different factors, or if a factor is NaN.
 
     Args:
         shown: The tensors of the case.

@@ -94,7 +94,10 @@ def other_input(
 
 
 def other_terms(name: str, isolated: Arrays, wanted: Arrays) -> str:
-    """Describe terms with a wrong factor in the output of a pre-norm layer, which is a sum of multiple terms."""
+    """Describe the terms that have a wrong factor, if the tensor is the output of a pre-norm layer.
+
+    In a pre-norm layer, the output is a sum of multiple terms.
+    """
     layer = name.removesuffix(".output")
     terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
     if isolated[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
@@ -220,7 +223,7 @@ def _rows(array: ndarray) -> ndarray:
 
 
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the description and the value of each tensor before a tap, and of each residual sum in the tap's layer."""
+    """Yield each tensor that is computed before a tap, and each residual sum in the tap's layer, with a description."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
         array = np.asarray(tensors[other], np.float64)

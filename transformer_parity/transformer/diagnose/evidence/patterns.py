@@ -54,7 +54,7 @@ def not_finite(shown: Differing) -> str:
 
 
 def rounded_losses(shown: Differing) -> str:
-    """Report losses that have only float32 precision, which can't happen by chance in float64."""
+    """Report float64 losses that have only float32 precision, because this doesn't happen by chance."""
     losses = [name for name in shown.wrong if name.endswith(LOSS)]
     if not losses or any(float(np.float32(shown.actual[name])) != float(shown.actual[name]) for name in losses):
         return ""
@@ -163,7 +163,7 @@ def wrong_parameters(shown: Differing) -> str:
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Report that the errors of float64 losses and gradients are as small as float32 rounding errors."""
+    """Report that the errors of float64 losses and gradients have the size of float32 rounding errors."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [
@@ -178,7 +178,7 @@ def as_small_as_rounding(shown: Differing) -> str:
 
 
 def first_wrong_token(shown: Differing) -> str:
-    """Report the number of sentences with different tokens after a search, and the position of the first such token."""
+    """Report for how many sentences a search returns wrong tokens, and the position of the first wrong token."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
     mine, theirs = shown.actual[TOKENS], shown.truth[TOKENS]

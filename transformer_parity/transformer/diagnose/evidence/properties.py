@@ -58,7 +58,7 @@ class _Runs:
         return self.port.load(self.case.config, given(weights, self.placement.dtype), self.placement)
 
     def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
-        """Return the port's output minus the reference's output, and the reference's output."""
+        """Return two arrays: the error of the port's output (port minus reference), and the reference's output."""
         truth = DEFINITION.load(self.case.config, weights, Placement("float64"))
         expected = output(truth, self.case.inputs, self.case.config)
         return output(self.load(weights), self.case.inputs, self.case.config) - expected, expected
@@ -74,7 +74,8 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
         noise: Relative rounding error of the port, or 0 if it is unknown. Effects of this size are ignored.
 
     Returns:
-        A sentence for each missing property; empty if the port has all properties, or if the tests can't use this case.
+        A sentence for each property that the port lacks. The list is empty if the port lacks none, or if the tests
+        can't use this case.
     """
     if case.block or case.inputs.keys() != {"source_ids", "target_ids"} or placement.dtype not in SAME:
         return []
@@ -158,7 +159,8 @@ def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, n
 def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[str, float]:
     """Return a message and the relative error if the port's error is a rounding error, or ``("", 0.0)`` otherwise.
 
-    The test perturbs the weights slightly. This changes a rounding error randomly but hardly affects other errors.
+    The test perturbs the weights slightly. The perturbation changes rounding errors randomly but hardly affects other
+    errors.
     """
     if case.block or placement.dtype not in SAME:
         return "", 0.0

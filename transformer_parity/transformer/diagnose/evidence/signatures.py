@@ -2,8 +2,9 @@
 
 The functions compare two tensors: the result that a block computed from correct inputs, and the correct result. Each
 pattern has only a few possible causes. In contrast, an error of a given size or at a given position can have many
-causes, so ``places`` reports positions separately. Tensors have the same axes as their taps: the first axis is
-the sentence, the second axis is the head if there are four axes, and the second-to-last axis is the position.
+causes. Therefore, ``places`` lists the wrong positions but doesn't infer a cause. Tensors have the same axes as their
+taps: the first axis is the sentence, the second axis is the head if there are four axes, and the second-to-last axis is
+the position.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import (
 )
 from transformer_spec.config import TransformerConfig
 
-ENOUGH = 8  # minimum number of values for which a pattern can't be a coincidence
+ENOUGH = 8  # minimum number of values in a pattern; fewer values may match a pattern by chance
 NARROW = ("bfloat16", "float16", "float32")
 LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the tolerance are certainly caused by rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
@@ -48,8 +49,7 @@ def signatures(
         config: Config of the model.
         weights: Weights of the model, used to recognize a vector that is added or missing.
         far: Relative error above which an element is wrong.
-        case: The case whose batch sizes may explain a factor between the tensors; None if the tensor is not a sum over
-            the batch.
+        case: The case whose batch sizes may explain a wrong factor; None if the tensor is not a sum over the batch.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
@@ -181,9 +181,9 @@ def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, ndarray]:
-    """Return the factor above 1 by which many vectors [N, width] are scaled, and a mask of these vectors.
+    """Return a factor greater than 1 that scales many of the vectors [N, width], and a mask that selects these vectors.
 
-    If no vector is scaled up, the factor is 1 and the mask selects the correct vectors.
+    If no vector is too large, the factor is 1 and the mask selects the correct vectors.
     """
     size = np.square(right).sum(-1)
     factors = (values * right).sum(-1) / size

@@ -44,7 +44,7 @@ def rounded_weights(shown: Differing) -> str:
 
 
 def right_losses(shown: Differing) -> str:
-    """Report that all losses are correct although all returned weights are wrong after the first step."""
+    """Report that all losses are correct, but that all weights returned after the first step are wrong."""
     prefix = f"step {SNAPSHOTS[0]} weight "
     losses = [name for name in shown.right if name.endswith(f" {LOSS}")]
     if shown.case.stage != STEPS or not losses or any(name.endswith(f" {LOSS}") for name in shown.wrong):
@@ -97,9 +97,10 @@ def only_between_steps(shown: Differing) -> str:
 
 
 def moved_weights(shown: Differing) -> str:
-    """Report the factors by which the changes of the weights are wrong in the first snapshot with wrong weights.
+    """Compare the movements of the weights with the reference, in the first snapshot with wrong weights.
 
-    If there are no such factors, report which weights are wrong.
+    Report the factors by which the movements are too large or too small. If there are no such factors, report which
+    weights are wrong.
     """
     if shown.case.stage != STEPS:
         return ""

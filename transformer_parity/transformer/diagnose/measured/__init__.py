@@ -1,1 +1,1 @@
-"""Measure a port's settings based on its tensors: learning rates, optimizer settings, and search parameters."""
+"""Derive a port's settings from its tensors: learning rates, optimizer settings, and search parameters."""

@@ -30,8 +30,8 @@ BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  #
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # 1e-8 is already in the bug catalog
 CLOSE = 1e-3  # relative tolerance for a measured bias correction; the effect of epsilon is smaller
 GROUPS = 3  # maximum number of different factors in a sentence
-COUNTED = 200  # a measured bias correction is compared with step numbers below this limit
-RANGES = {  # ranges of log(epsilon), log(1 - beta), and the logarithm of clip norm / first gradient norm
+COUNTED = 200  # a measured bias correction is compared with the bias corrections of all step numbers below this limit
+RANGES = {  # ranges of log(epsilon), log(1 - beta), and log(clip norm / norm of the first gradient)
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
     "epsilon": (math.log(1e-14), math.log(1.0)),
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Bug]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
-    """Yield candidates that update some tensors by more or less than the other tensors, or never update them."""
+    """Yield candidates that scale the updates of some tensors by a wrong factor, or that never update these tensors."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -114,7 +114,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
     """Yield candidates whose bias corrections use a different step number for each tensor.
 
-    The step numbers are measured in the first step.
+    The function derives these step numbers from the weights after the first training step.
     """
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
@@ -144,7 +144,9 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
 
 
 def measured_number(trials: Trials) -> Attempt | None:
-    """Find one optimizer setting whose measured value explains every tensor of a case, or return None.
+    """Find the value of one optimizer setting with which the reference reproduces every tensor of a case.
+
+    Return None if there is no such value.
 
     In a single case, a larger epsilon can have the same effect as a smaller clip norm. Therefore, the function prefers
     a setting that explains all cases.
@@ -226,7 +228,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Candidate]:
 
 
 def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:
-    """Yield the points at which a function changes sign, found by regula falsi with the Illinois modification."""
+    """Yield points at which a function changes sign. The method is regula falsi with the Illinois modification."""
     grid = np.linspace(low, high, GRID).tolist()
     values = [missed(u) for u in grid]
     brackets = [i for i in range(GRID - 1) if values[i] * values[i + 1] < 0.0]

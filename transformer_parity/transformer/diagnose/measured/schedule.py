@@ -1,8 +1,8 @@
 """Measure the learning rate that a port uses in each step.
 
-The direction of an Adam step doesn't depend on the learning rate, so the weights after a step determine the rate. If
-the port doesn't return these weights, the loss in the next step determines the rate. The measured rates are accepted
-only if the reference, trained with these rates, reproduces all of the port's losses and weights.
+The direction of an Adam step doesn't depend on the learning rate, so the rate can be derived from the weights after the
+step. If the port doesn't return these weights, the rate is derived from the loss in the next step. The measured
+rates are accepted only if the reference, trained with these rates, reproduces all of the port's losses and weights.
 """
 
 from __future__ import annotations

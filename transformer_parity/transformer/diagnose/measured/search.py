@@ -28,7 +28,7 @@ IN_PLACE = {  # conditions for applying a repetition penalty to log-probabilitie
 
 
 def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
-    """Return the tokens of the best hypothesis for each sentence [B, T], padded, or None if there are no valid tokens.
+    """Return the padded tokens [B, T] of the best hypothesis for each sentence, or None if there are no valid tokens.
 
     Args:
         case: A case with a search.
@@ -36,7 +36,8 @@ def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
     """
     if case.search is None or TOKENS not in shown or shown[TOKENS].ndim != 3:
         return None
-    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # ``TOKENS`` contains ID + 1, and 0 after the last token
+    # ``TOKENS`` contains each token's ID plus 1. Elements after the last token are 0.
+    ids = shown[TOKENS][:, 0].astype(np.int64) - 1
     if ids.max(initial=0) >= case.config.target_vocab_size:  # the decoder would reject such an ID
         return None
     return np.where(ids < 0, case.config.pad_id, ids)
@@ -83,7 +84,7 @@ def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
     Args:
         case: A case with a greedy search.
         ids: The returned tokens [B, T].
-        scores: The logits or log-probabilities of each next token [B, T, V].
+        scores: The logits or log-probabilities of all possible tokens at each position [B, T, V].
     """
     config = case.config
     plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
@@ -116,7 +117,8 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
         case: A case with a greedy search.
         ids: The tokens that the search returned [B, T].
         best: The allowed tokens to which ``forward`` assigns the highest probability [B, T].
-        departs: Mask [B, T] that marks, in each sentence, the first returned token that has a lower probability.
+        departs: Mask [B, T] that marks, in each sentence, the first returned token to which ``forward`` assigns a lower
+            probability than to the token in ``best``.
     """
     config, places = case.config, np.argwhere(departs).tolist()
     counts = before_the_end(ids, config)

@@ -41,7 +41,7 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return a single bug that represents multiple values with the same effect.
+        """Return a single bug that represents multiple values of the parameter with the same effect.
 
         The name of the bug lists all of the values, but the edits of the bug apply only one of them.
         """
@@ -56,9 +56,9 @@ def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list
     """For each element of ``kinds``, yield the parameters that explain the port's tokens in all cases of the element.
 
     Args:
-        trials: The port's tensors in a case with a search.
-        kinds: Variants of ``trials``. Each variant contains a different set of additional cases, which a candidate must
-            also reproduce.
+        trials: The port's tensors in a case that runs a search.
+        kinds: Copies of ``trials`` that have different sets of additional cases. A candidate must also reproduce these
+            additional cases.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})

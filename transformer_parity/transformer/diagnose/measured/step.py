@@ -1,10 +1,10 @@
-"""Measure a port's learning rate, weight decay, and positional encodings, based on its tensors.
+"""Derive a port's learning rate, weight decay, and positional encodings from its tensors.
 
 Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the correct direction, but too
 far by the same factor, the learning rate of this step is too large by this factor. ``schedule`` measures the rate of
-every step without identifying a cause. In contrast, this module recognizes a constant learning rate, a constant factor
-of the rate, and a different number of warmup steps. It can also measure the rate of the first step if later steps
-differ in other ways.
+every step without identifying a cause. In contrast, this module recognizes a constant learning rate, a learning rate
+that is multiplied by a constant, and a different number of warmup steps. It can also measure the rate of the first step
+if later steps differ for a different reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SURE = 1e-4  # maximum relative residual of a measured factor; float64 rounding 
 ROUNDED = 1e-6  # relative tolerance for rates that a port computes in float32
 SCHEDULE = "check the learning rate, which must be settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
-DECAYED = 1e-6  # relative tolerance for weight differences; small differences have large relative rounding errors
+DECAYED = 1e-6  # relative tolerance for differences between weights, which have large relative rounding errors
 ANGLE = 1e-3  # maximum error of sin(x) if x is computed in float32, for 10,000 positions
 ADDED = 1e-14  # relative rounding error of a float64 sum; rounding to float32 causes errors up to 6e-8
 ANGLES = 6  # number of channels whose angles are listed
@@ -107,7 +107,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
         )
         factor = best_factor(actual, expected)
         weights = np.concatenate([np.ravel(usual[tap]) for tap in names.values()])
-        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # relevant if weights barely change
+        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # matters only if the weights barely change
         far = np.linalg.norm(actual - factor * expected)
         same = far <= max(SAME * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)

@@ -90,10 +90,10 @@ class MyPort(Port):
         """Take one training step without dropout, and return the loss before the update."""
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
-    # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
-    # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
-    # its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the unsharded
-    # weights. To support this check, define:
+    # `parity check-distributed` trains your model on multiple devices and compares the results with the reference's
+    # results. It starts processes with the same environment variables as torchrun. Every process receives the full
+    # batch, trains on its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the
+    # unsharded weights. To support this check, define:
     #
     #     one_process = False  # True if one process controls all devices
     #

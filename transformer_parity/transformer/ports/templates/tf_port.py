@@ -135,10 +135,10 @@ class MyPort(Port):
             self.parameters[name].assign_sub(rate * first / (tf.sqrt(second) + settings.epsilon))
         return float(loss)
 
-    # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
-    # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
-    # its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the unsharded
-    # weights. To support this check, define:
+    # `parity check-distributed` trains your model on multiple devices and compares the results with the reference's
+    # results. It starts processes with the same environment variables as torchrun. Every process receives the full
+    # batch, trains on its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the
+    # unsharded weights. To support this check, define:
     #
     #     one_process = True  # one process controls all devices
     #

@@ -137,10 +137,10 @@ class MyPort(Port):
         self.optimizer.step()
         return loss.item()
 
-    # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
-    # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
-    # its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the unsharded
-    # weights. To support this check, define:
+    # `parity check-distributed` trains your model on multiple devices and compares the results with the reference's
+    # results. It starts processes with the same environment variables as torchrun. Every process receives the full
+    # batch, trains on its shard of the rows, and returns the results of the full batch: the loss, the gradient, and the
+    # unsharded weights. To support this check, define:
     #
     #     one_process = False  # True if one process controls all devices
     #
