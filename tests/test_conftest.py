@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def run(tmp_path):
     """Return a function that runs a small test suite with this conftest and returns its exit code and output."""
-    for file in ("conftest.py", "tiers.py"):
+    for file in ("conftest.py", "tiers.py", "slow_tests.txt"):
         shutil.copy(HERE / file, tmp_path)
 
     def run(test, *options):
@@ -229,3 +229,11 @@ def test_unmet_needs_are_deselected_without_a_skip(run):
     code, output = run(test, "--backends", "numpy")
     assert code == 0
     assert "1 passed, 1 deselected" in output
+
+
+def test_every_slow_test_exists():
+    assert tiers.SLOW
+    for test in tiers.SLOW:
+        file, _, name = test.partition("::")
+        source = Path(__file__).with_name(file).read_text("utf-8")
+        assert f"def {name.partition('[')[0]}(" in source, test

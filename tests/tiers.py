@@ -1,7 +1,9 @@
 """Test tiers: the tests that a run selects, the process that runs each test, and the caches that a process keeps.
 
 The default tier covers every feature at least once. Tests marked ``extended`` repeat it for a different framework, bug,
-or preset. Compilation by XLA dominates the run time, so compiled programs are cached on disk.
+or preset. The tests in ``slow_tests.txt``, which take more than two seconds, are also extended. Most of them repeat a
+faster test with different parameters. Compilation by XLA dominates the run time, so compiled programs are cached on
+disk.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,6 +44,7 @@ SHARED = (
 )
 
 ALONE = {"tf", "tf_training"}
+SLOW = frozenset(Path(__file__).with_name("slow_tests.txt").read_text("utf-8").splitlines())  # one test ID per line
 GROWTH = 400 * 2**20  # memory growth in bytes after which caches are cleared between two tests
 GROWTH_OF_A_FILE = 100 * 2**20  # memory growth in bytes after which caches are cleared between two files
 _size = 0  # memory use of this process in bytes after caches were last cleared
@@ -162,7 +166,8 @@ def _kind(item) -> str:
     """Return the kind of an extended test, or an empty string if the test is in the default tier."""
     name = framework(item)
     marks = [mark.args for mark in item.iter_markers("extended")]
-    return next((kind for kind, *backends in marks if name in backends or not backends), "")
+    slow = "slow tests" if item.nodeid.removeprefix("tests/") in SLOW else ""
+    return next((kind for kind, *backends in marks if name in backends or not backends), slow)
 
 
 def summary(left_out) -> list[str]:
