@@ -38,7 +38,7 @@ SHARED = (
     re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # a third-party model in such a framework
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case on which all candidates are run
     re.compile(
-        r"test_(circumstances|golden|investigate|parallel_torch|port_cases)(?:_written)?\.py"
+        r"test_(circumstances|golden|investigate|parallel_torch|port_cases|wrong_ports)(?:_written)?\.py"
     ),  # data shared by all tests in a file
     re.compile(r"test_(import)_(?!messages|alone)"),  # models in transformers, which takes seconds to import
 )
