@@ -226,7 +226,8 @@ def test_documentation_lists_every_entry_and_tolerance(truth):
         f"{steps['tensor']:.0e} for every value after twenty steps."
     )
     assert tolerances in rules
-    assert f"within {POLICY['decode']['float64']['score']:.0e} in float64" in rules
+    score = POLICY["decode"]["float64"]["score"]
+    assert f"In float64, the relative error of B's scores may be at most {score:.0e}." in rules
     assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
 
 
