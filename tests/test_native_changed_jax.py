@@ -261,7 +261,7 @@ def test_hypotheses_of_a_cache_stay_in_their_sequence(port, beam_size, rows, got
     import jax.numpy as jnp
 
     cache = build(port).init_cache(SOURCE, 3, beam_size)
-    message = f"rows must replace each hypothesis with one of the same sequence: got {got}; to reorder sequences, "
+    message = f"rows must replace each hypothesis with a hypothesis of the same sequence: got {got}; to reorder "
     for given in (rows, jnp.asarray(rows)):
         with pytest.raises(ValueError, match=message):
             cache.reorder(given)

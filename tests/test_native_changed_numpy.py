@@ -412,7 +412,8 @@ def test_reordering_across_sequences_is_rejected():
     cache = tied().init_cache(SOURCE, 3, beam_size=2)
     cache.reorder([1, 1, 2, 3])
     with pytest.raises(
-        ValueError, match=r"^rows must replace each hypothesis with one of the same sequence: got row 2 for row 0; "
+        ValueError,
+        match=r"^rows must replace each hypothesis with a hypothesis of the same sequence: got row 2 for row 0; ",
     ):
         cache.reorder([2, 1, 2, 3])
 

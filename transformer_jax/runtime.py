@@ -170,9 +170,9 @@ def to_rows(rows: Any, hypotheses: int, sequences: int) -> Int[Array, " R"]:
         before, after = (count // sequences for count in (hypotheses, len(values)))
         if moved := np.flatnonzero(values // before != places // after).tolist():
             raise ValueError(
-                f"rows must replace each hypothesis with one of the same sequence: got row {values[moved[0]]} of "
-                f"sequence {values[moved[0]] // before} for sequence {moved[0] // after}; to reorder sequences, create "
-                "a new cache"
+                f"rows must replace each hypothesis with a hypothesis of the same sequence: got row {values[moved[0]]} "
+                f"of sequence {values[moved[0]] // before} for sequence {moved[0] // after}; to reorder sequences, "
+                "create a new cache"
             )
     return jnp.asarray(rows)
 

@@ -245,8 +245,8 @@ def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
     if moved := np.flatnonzero(np.asarray(rows) // beam_size != places // beam_size).tolist():
         got = f"got row {np.asarray(rows)[moved[0]]} for row {moved[0]}"
         raise ValueError(
-            f"rows must replace each hypothesis with one of the same sequence: {got}; to reorder sequences, create a "
-            "new cache"
+            f"rows must replace each hypothesis with a hypothesis of the same sequence: {got}; to reorder sequences, "
+            "create a new cache"
         )
 
 

@@ -74,7 +74,7 @@ def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[s
     return {**ids, "labels": labels}
 
 
-TINY = 3e-3  # factor that makes the variance of the next norm's input comparable to the norm's epsilon
+TINY = 3e-3  # factor that makes the variance of the input to the next norm comparable to that norm's epsilon
 
 
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:

@@ -297,7 +297,7 @@ class Investigation:
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
-        """Report which exported weights have swapped names or are modified. Return "" if this can't be determined."""
+        """Report which exported weights were modified or have each other's names, or return "" if this is unknown."""
         with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
             right = given(case.load_weights(), dtype)
             back = self._loaded(case, dtype).export()

@@ -165,7 +165,7 @@ class LoadedPackage:
         return array
 
     def to_numpy(self, array: Any) -> ndarray:
-        """Convert an array of the framework to a NumPy array."""
+        """Convert a framework array to a NumPy array."""
         return np.asarray(array)
 
 

@@ -35,7 +35,7 @@ class Vocabulary(ABC):
         source_languages: The codes of the source languages; empty if there is only one source language.
         target_languages: The codes of the target languages; empty if there is only one target language.
         needs_direction: Whether ``between`` must select the languages before the vocabulary can be used.
-        start_id: The first decoder input for the selected languages; None for the ``bos_id`` of the config.
+        start_id: The first decoder input for the selected languages. If None, the config's ``bos_id`` is used.
         forced_ids: The token IDs with which every translation into the selected language starts.
     """
 
