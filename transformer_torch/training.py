@@ -147,8 +147,8 @@ class Trainer:
     together. Between steps, a process can call the model. It can also search with the model, unless the mesh shards the
     parameters. If ``dropout`` is ``global``, attention with dropout doesn't use the fused kernel, because each process
     would sample masks for only its own rows. On a GPU, the masks that the kernel samples also differ from the masks of
-    the unfused computation. To check that results don't depend on the number of devices, compare them
-    with the results of a trainer that has a mesh of one device, not with the results of a trainer that has no mesh.
+    the unfused computation. To check that results don't depend on the number of devices, compare them with the results
+    of a trainer that has a mesh of one device. Don't compare them with the results of a trainer that has no mesh.
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
