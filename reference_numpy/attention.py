@@ -37,8 +37,8 @@ def scaled_dot_product_attention(
         query: One query vector per position.
         key: One key vector per memory position.
         value: One value vector per memory position.
-        mask: True if a query may attend to a key. If a query can't attend to any key, its context is zero. If None, no
-            mask is applied.
+        mask: For each query and key, True if the query may attend to the key. If a query can't attend to any key, its
+            context is zero. If None, no mask is applied.
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
@@ -78,9 +78,9 @@ def scaled_dot_product_attention_backward(
     """Return the gradients with respect to ``query``, ``key``, and ``value``.
 
     Args:
-        query: Queries of the forward pass.
-        key: Keys of the forward pass.
-        value: Values of the forward pass.
+        query: Query vectors of the forward pass.
+        key: Key vectors of the forward pass.
+        value: Value vectors of the forward pass.
         weights: Attention weights of the forward pass, before dropout. They are zero for masked keys, so the backward
             pass needs no mask.
         dcontext: Gradient with respect to the context.

@@ -43,8 +43,9 @@ def check_backward(model: Transformer) -> None:
     """Check that the backward pass differentiates the forward pass that the model computes.
 
     Raises:
-        ValueError: If a block or its ``attend`` function was changed, a layer overrides ``__call__`` or ``vectors`` but
-            not ``backward``, or tied embeddings are different layers.
+        ValueError: If a block or its ``attend`` function was changed, or if a layer overrides ``__call__`` or
+            ``vectors`` but not ``backward``. Also if the config ties the source and target embeddings, but the model
+            has a separate layer for each of them.
     """
     _check_block("", model, (Transformer,))
     if model.config.tie_embeddings == "all" and model.target_embedding is not model.source_embedding:
@@ -86,7 +87,7 @@ def _check_layer(path: str, layer: Any) -> None:
 def _depth(layer: Any, method: str) -> float:
     """Return the position of the object or class that defines a method, in Python's attribute lookup order.
 
-    If the method isn't defined, the position is infinite.
+    Return infinity if neither the object nor its classes define the method.
     """
     owners = (layer, *type(layer).__mro__) if hasattr(layer, "__dict__") else type(layer).__mro__
     return next((float(i) for i, owner in enumerate(owners) if method in vars(owner)), inf)
@@ -111,6 +112,6 @@ def check_gradients(gradients: Mapping[str, ndarray], config: TransformerConfig)
     """
     if missing := [name for name in parameter_shapes(config) if name not in gradients]:
         raise ValueError(
-            f"backward must compute the gradients of all parameters: {some(missing)} missing; pass zeros to tap for a "
-            "frozen parameter"
+            f"backward must compute the gradients of all parameters: {some(missing)} missing; for a frozen "
+            "parameter, call tap with zeros"
         )

@@ -289,7 +289,7 @@ class FastAdam(Adam):
 
 
 def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
-    """Split arrays of the same shape into groups of rows. Yield one list of corresponding groups at a time."""
+    """Split arrays of the same shape into groups of rows. For each group, yield a list with its part of each array."""
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]

@@ -332,7 +332,7 @@ def test_backward_pass_without_a_gradient_is_rejected():
     model = tied()
     model.encoder.layers[0].feed_forward_norm.__class__ = type("Frozen", (Plain,), {"backward": lambda *_: 2 * _[2]})
     with pytest.raises(
-        ValueError, match=r"^backward must compute the gradients of all parameters: .* pass zeros to tap"
+        ValueError, match=r"^backward must compute the gradients of all parameters: .* call tap with zeros"
     ):
         ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, LABELS)
 

@@ -120,7 +120,8 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show the progress of each implementation: as bars on a terminal, and otherwise as lines on standard error."""
-    names = [entry.name for entry in entries]  # doesn't contain the processes that measure the peak
+    # The processes that measure the machine's peak have no entry, so their progress isn't shown.
+    names = [entry.name for entry in entries]
     # The bars are redrawn only between measurements, so that drawing doesn't slow down a measurement.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 

@@ -324,7 +324,7 @@ def _lines(statement: Any) -> tuple[int, int]:
 
 
 def _names(function: ast.FunctionDef) -> list[str]:
-    """Return the parameters and variables of a function. A variable occurs once for each assignment."""
+    """Return the names of a function's parameters and variables. A variable that is assigned twice is listed twice."""
     arguments = function.args
     found = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
@@ -343,7 +343,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]
 
 
 def _next(others: list[str], node: Any) -> str:
-    """Return one of the given names. The position of the node in the source code determines the selection."""
+    """Return the name that the position of the node in the source code selects from the given names."""
     return others[(node.lineno + node.col_offset) % len(others)]
 
 

@@ -182,7 +182,8 @@ class ColumnTrials:
             lines: The lines that each trial executes. A trial is run only if it executes a modified line. If None, all
                 trials are run, each with a newly loaded model, so that a tracer can record the lines that each trial
                 executes.
-            changed: The modified lines; empty if every trial can detect the change.
+            changed: The modified lines. If the mutant changes code outside functions, this is empty, and every trial is
+                run that executes any line of the package.
         """
         for dtype in self.dtypes:
             setting = Placements((dtype,))
@@ -200,7 +201,7 @@ class ColumnTrials:
                                 yield trials[outputs.case], finding
 
     def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
-        """Return a context manager in which cases run one operation at a time.
+        """Return a context manager. While it is active, cases run one operation at a time.
 
         TensorFlow's optimizer steps are an exception: like ``parity check``, they run in a ``tf.function``.
         """
@@ -266,7 +267,7 @@ class Worker:
         return {trial: [] if trial in wrong else sorted(lines) for trial, lines in found.items()}
 
     def results(self, mutant: Mutant) -> Iterator[ColumnResult]:
-        """Run the trials of each column with a mutant, and yield one result per column."""
+        """For each column of the table, run the column's trials with the mutant, and yield the result."""
         first, last = mutant.lines or (0, -1)
         changed = [f"{mutant.module}:{line}" for line in range(first, last + 1)]
         for trials in self.columns:

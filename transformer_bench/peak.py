@@ -126,7 +126,10 @@ def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> 
 
 
 def peak_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Peak | None:
-    """Return the peak, computed from the medians over all rounds; None if no library was measured."""
+    """Return the peak matmul throughput and memory bandwidth. Return None if no library was measured.
+
+    The value for each library is the median over all rounds.
+    """
     found = {
         name: [median(values) for values in zip(*entry.found, strict=True)]
         for name, entry in zip(backends, entries, strict=True)

@@ -75,7 +75,8 @@ class TimedImplementation:
         )
 
 
-# Function that takes a result and a function that returns the search steps. It returns a description of the near-ties.
+# Function that verifies a result and returns a description of the near-ties. Its parameters are the result and a
+# function that returns the search steps.
 Verify = Callable[[Any, Callable[[], Any]], str]
 Tell = Callable[[str, str], None]  # function that takes the name of an implementation and its current activity
 

@@ -55,7 +55,7 @@ class Work:
     """
 
     task: ClassVar[str]
-    what: ClassVar[str]  # name of the verified results in the printed notes
+    what: ClassVar[str]  # name of the verified values in the output, such as "Losses"
     size: str = "small"
     batch: int = 8
     source: int = 64

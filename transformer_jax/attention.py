@@ -37,8 +37,8 @@ def scaled_dot_product_attention(
         query: One query vector per position.
         key: One key vector per memory position.
         value: One value vector per memory position.
-        mask: True if a query may attend to a key. If a query can't attend to any key, its context is zero. If None, no
-            mask is applied.
+        mask: For each query and key, True if the query may attend to the key. If a query can't attend to any key, its
+            context is zero. If None, no mask is applied.
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.

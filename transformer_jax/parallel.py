@@ -201,7 +201,7 @@ def _check_port(address):
 
 
 def _axes(name, shape, mesh, gathered=False):
-    """Return the mesh axis that divides each axis of a parameter."""
+    """For each axis of a parameter, return the mesh axis that divides it, or None."""
     axes: list[str | None] = [None] * len(shape)
     if not gathered and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
         axes[axis] = "fsdp"

@@ -156,7 +156,7 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
 
 
 def to_rows(rows: Any, hypotheses: int, sequences: int) -> Int[Array, " R"]:
-    """Check the rows that replace the hypotheses in a cache, and return them as an array.
+    """Check the row indices that select the new hypotheses of a cache, and return them as an array.
 
     A cache stores the encoder memory once per sequence, so each row must contain a hypothesis of the same sequence. The
     number of hypotheses per sequence may change. Values are checked only if they can be read without delay.

@@ -274,7 +274,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n. Also return None, because the rows keep their order."""
+        """Given the logits, return the state after step n and None. None means that the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = jnp.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)  # propagates NaN

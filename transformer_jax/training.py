@@ -363,8 +363,8 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     parameters, optimizer = optimizer.update(
         parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
     )
-    # The optimizer must be the first result. JAX assigns donated buffers to results of the same shape in order, and the
-    # parameters must not get the buffers of the old moments.
+    # Return the optimizer first. JAX assigns donated buffers to results of the same shape in order, and the parameters
+    # must not get the buffers of the old moments.
     return optimizer, parameters, (total / count, tokens, norm)
 
 

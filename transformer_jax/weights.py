@@ -175,7 +175,7 @@ def _check_adapter(path, layer, allowed):
 
 
 def _check_tie(model):
-    """Raise a ValueError if the config ties the output projection, but it doesn't use the embedding matrix."""
+    """Raise a ValueError if the config ties the output projection, but the projection has a different matrix."""
     is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
     owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
     matrix = getattr(getattr(find(model, "output_proj"), "embedding", None), "embedding", None) if is_tied else None

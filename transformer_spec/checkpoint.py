@@ -49,7 +49,7 @@ class Checkpoint:
     weights: dict[str, ndarray]  # by canonical name
     state: TrainingState
     progress: dict[str, Any]  # must not change when it is converted to JSON and back
-    vocabulary: bytes | VocabularyFiles | None = None  # sentencepiece model, or files of another type
+    vocabulary: bytes | VocabularyFiles | None = None  # bytes: a sentencepiece model
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:

@@ -198,7 +198,7 @@ def check_translations(shape: Shape, batch: int) -> None:
 
 
 def check_positions(name: str, value: Any, max_positions: int | None) -> int:
-    """Return a number of target positions as an ``int``. Raise a ValueError if the model supports fewer positions."""
+    """Return a number of target positions as an ``int``. Raise a ValueError if it exceeds the model's limit."""
     integer = check_integer(name, value, minimum=1)
     if max_positions is not None and integer > max_positions:
         raise ValueError(f"{name} must be at most {max_positions} for this model: got {integer}")
@@ -230,7 +230,10 @@ def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
 
 
 def check_rows(rows: Any, hypotheses: int, sequences: int) -> None:
-    """Check the rows that replace the hypotheses in a cache, which stores the encoder memory once per sequence.
+    """Check the row indices that select the new hypotheses of a cache.
+
+    A cache stores the encoder memory once per sequence, so each new hypothesis must belong to the same sequence as the
+    hypothesis that it replaces.
 
     Args:
         rows: For each hypothesis, the index of the row that replaces it.

@@ -228,14 +228,14 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that JSON can store a dict unchanged. Examples of errors are tuples, NaN, NumPy numbers, and integer keys.
+    """Check that JSON can store a dict unchanged. It can't store tuples, NaN, NumPy numbers, or integer keys.
 
     Args:
         name: Name of the dict in the error message.
         values: Dict to check.
 
     Raises:
-        ValueError: If a value would change. The message contains the key of this value.
+        ValueError: If JSON can't store a value unchanged. The message contains the key of this value.
     """
     for key, value in values.items():
         try:
@@ -357,7 +357,7 @@ def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | 
 
 
 def read_notes(description: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the notes of an open file. Raise a ValueError if a checksum is wrong."""
+    """Return the notes (search settings and origin) of an open file. Raise a ValueError if a checksum is wrong."""
     notes = {name: description[name] for name in NOTES if name in description}
     for name, note in notes.items():
         _checked_note(name, note)

@@ -34,8 +34,8 @@ class SearchRules:
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
         pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses`` hypotheses. ``beam``: the
             best ``beam_size`` hypotheses (Hugging Face). ``first``: the first ``beam_size`` hypotheses (fairseq).
-        at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the token that the search
-            selects, in the same way as all earlier tokens. ``forced``: EOS, as if it had probability 1 (Hugging Face,
+        at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: any token, which the search
+            selects by the same rule as all earlier tokens. ``forced``: EOS, as if it had probability 1 (Hugging Face,
             ``forced_eos_token_id``). ``scored``: EOS, with the probability that the model predicts (fairseq).
         beam_shrinks: True if each finished hypothesis permanently reduces the beam size by 1 (Marian). If the beam size
             is reduced to N, each step keeps the N best hypotheses. All other hypotheses are dropped, even if they end

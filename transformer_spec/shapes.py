@@ -16,7 +16,7 @@ else:
         """An array type with a shape."""
 
         def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
-            """Return only the array type."""
+            """Return the array type without the shape."""
             return item[0]
 
     Bool = Int = Float

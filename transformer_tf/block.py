@@ -56,7 +56,7 @@ def seeded(layer: keras.layers.Layer, seeds: Iterable[Any]) -> Iterator[keras.St
         seeds: Values of the random generators' states.
 
     Raises:
-        ValueError: If the layer assigned a value to any other variable, or added a loss.
+        ValueError: If the layer changed a variable that isn't the state of a random generator, or added a loss.
     """
     states = seed_states(layer)
     with keras.StatelessScope(zip(states, seeds, strict=True), collect_losses=True) as scope:
@@ -192,7 +192,7 @@ class Block(Configured, keras.layers.Layer):
         self.supports_masking = True  # the output has the Keras mask of the first input
 
     def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Let ``tf.train.Checkpoint``, which ignores Keras' lists, find the layers of a stack."""
+        """Let ``tf.train.Checkpoint`` find the layers of a stack. By default, it ignores lists of Keras layers."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(getattr(self, "layers", ()))}
         return {**super()._trackable_children(*args, **options), **layers}
 

@@ -39,7 +39,10 @@ def check_call(name: str, model: Any) -> None:
 
 
 def check_scope(name: str) -> None:
-    """Raise a RuntimeError in a ``keras.StatelessScope``, because traces and the optimizer don't read its values."""
+    """Raise a RuntimeError in a ``keras.StatelessScope``.
+
+    Traced functions and the optimizer would ignore the values that the scope gives to variables.
+    """
     if keras.src.backend.in_stateless_scope():
         raise RuntimeError(
             f"{name} must be called outside of keras.StatelessScope; assign the values to the model's variables instead"

@@ -54,7 +54,7 @@ def save_sharded(
 def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
-    The directory may have been written with a different plan.
+    The trainer's plan can differ from the plan with which the directory was written.
 
     Args:
         directory: Path of the directory.

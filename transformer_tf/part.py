@@ -272,7 +272,7 @@ class Part(Configured, keras.Model):
 
 
 def _is_structure(inputs):
-    """Return whether an argument contains all inputs of a call. Otherwise, it contains only rows of token IDs."""
+    """Return whether an argument is a list, tuple, or dict of all inputs of a call. Otherwise, it is a single input."""
     if isinstance(inputs, tuple | list):
         return any(len(np.shape(x)) == 2 for x in inputs)
     return isinstance(inputs, Mapping)

@@ -272,7 +272,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Given the logits, return the state after step n. Also return None, because the rows keep their order."""
+        """Given the logits, return the state after step n and None. None means that the rows keep their order."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index, size = self.choose(log_probabilities, n, plan), keras.ops.shape(self.scores)
         best = tf.reshape(tf.gather(log_probabilities, index, batch_dims=1), size)  # propagates NaN

@@ -107,7 +107,7 @@ def fused_attention(
     """Compute ``scaled_dot_product_attention`` without storing the attention weights, if possible.
 
     The function doesn't use the fused kernel if there are taps, if the dropout layer was replaced or has hooks, if
-    several devices share a dropout mask, or if separate matmuls are faster.
+    several devices share a dropout mask, or if separate matmuls are faster than the kernel.
     """
     is_plain = dropout is None or (
         type(dropout) in (Dropout, OwnDropout)
@@ -141,7 +141,7 @@ def _mark_masks(stack, args, kwargs):
 def _marked(mask):
     if type(mask) is not Tensor or mask.dtype != torch.bool or debug_unwrap(mask) is not mask:
         return mask
-    mask = mask.view(mask.shape)  # mark a view instead of the caller's tensor, which may change later
+    mask = mask.view(mask.shape)  # set the attribute on a view, because the caller may modify its tensor
     is_all = mask.all()
     is_square = mask.shape[-1] == mask.shape[-2]
     is_causal = (mask == causal_mask(mask.shape[-1], mask.device)).all() if is_square else torch.zeros_like(is_all)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
+SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster than the fused kernel
 LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster if the input has few rows
 # If a matmul has fewer multiplications than LARGE_PRODUCT, MKL's layout is faster, even if oneDNN is on.
 LARGE_PRODUCT = 2**19

@@ -58,8 +58,8 @@ def save_sharded(
 def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
-    The directory may have been written with a different plan. Each process reads only its own shards. If an error
-    occurs while tensors are read, don't use the trainer afterwards.
+    The trainer's plan can differ from the plan with which the directory was written. Each process reads only its own
+    shards. If an error occurs while tensors are read, don't use the trainer afterwards.
 
     Args:
         directory: Path of the directory.

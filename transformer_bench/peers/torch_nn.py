@@ -116,8 +116,8 @@ class TorchNN(TorchPeer):
 def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
     """Return an Adam optimizer that has already allocated its moments.
 
-    The other implementations also allocate the moments before the first step, so this function makes the memory
-    increases comparable.
+    By default, ``torch.optim.Adam`` allocates the moments during the first step. This function allocates them before
+    the first step, as the other implementations do, so that the measured increases in memory are comparable.
     """
     import torch
 

@@ -116,9 +116,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(chosen: str | None) -> Parser:
-    """Return the parser of one command, or a parser that lists all commands if ``chosen`` is not a command.
+    """Return the parser of the command ``chosen``. If there is no such command, the parser lists all commands.
 
-    Only the module of the chosen command is imported.
+    Only the module of this command is imported.
     """
     parser = Parser(
         prog="parity", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -18,7 +18,7 @@ def described(error: Exception, hidden: Sequence[Path]) -> str:
         hidden: The directories that contain the checker's code. Lines in these directories are omitted.
     """
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if isinstance(error, SyntaxError):  # its message already contains the line
+    if isinstance(error, SyntaxError):  # its message already contains the file and the line number
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     foreign = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, hidden))]

@@ -151,9 +151,10 @@ class Replay:
 
         Args:
             port: A function that runs the port.
-            goes_on: A function that takes the tensors of the port's normal run and the given tensors, and returns
-                whether the port's later blocks use the taps' return values. If the port ignores these values, later
-                blocks get incorrect inputs. Use None if the port is known to use these values.
+            goes_on: A function that returns whether the port's later blocks use the values that the taps return. If the
+                port ignores these values, later blocks get incorrect inputs. The arguments of the function are the
+                tensors of the port's normal run and the reference's tensors. Use None if the port is known to use the
+                values.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}

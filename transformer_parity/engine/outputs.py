@@ -9,9 +9,9 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# A path is a way to run a model. ``taps`` calls all taps. ``fast`` runs the model the way users do. ``cached`` decodes
-# position by position with a cache. ``load`` only loads and exports the weights. ``files`` reads the results of an
-# earlier run from files.
+# A path is a way to run a model. ``taps`` runs the model with taps, which record intermediate values. ``fast`` runs the
+# model the way users do. ``cached`` decodes position by position with a cache. ``load`` only loads and exports the
+# weights. ``files`` reads the results of an earlier run from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
 

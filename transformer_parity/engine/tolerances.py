@@ -45,7 +45,7 @@ def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest"
     """Return the largest accepted relative error of a tensor.
 
     Args:
-        name: The name of the tensor. In bfloat16, the tolerance can depend on the part after the last dot.
+        name: The name of the tensor. In bfloat16, the tolerance can depend on the last part of the name.
         dtype: The working dtype.
         baseline: The reference's own float32 error at this tensor.
         precision: ``highest``, or ``fast``, which allows TF32.

@@ -131,7 +131,7 @@ class Coverage:
     def missing(self, findings: Iterable[Finding]) -> list[str]:
         """Describe each requested stage or dtype for which too few cases were compared.
 
-        The result also includes each reason in ``unproven``.
+        The result also includes the reasons in the attribute ``unproven``.
         """
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:

@@ -67,7 +67,7 @@ def _read(file: BinaryIO, size: int) -> StoredModel:
         variable = text()
         shape = tuple(number("I") for _ in range(number("B")))
         if (kind := number("B")) >= len(DTYPES):
-            raise ValueError(f"expected a type below {len(DTYPES)} for {variable}, got {kind}")
+            raise ValueError(f"expected a dtype code below {len(DTYPES)} for {variable}, got {kind}")
         dtype, claimed = np.dtype(DTYPES[kind]), number("I")
         if claimed != (needed := math.prod(shape) * dtype.itemsize):
             raise ValueError(

@@ -191,8 +191,8 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
     """Set unspecified options to their defaults.
 
     Returns:
-        The completed request, and a pair of a source and a target sentence. By default, the included model gets a
-        date and its ISO 8601 form.
+        A copy of ``asked`` with all defaults, and the source and target sentence to draw. By default, the sentences for
+        the included model are a date and its ISO 8601 form.
     """
     ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)

@@ -7,8 +7,8 @@ Every date string has exactly one correct translation. The following rules resol
 - A two-digit year is always last and stands for a year from 1970 to 2069. Only days in these years are written with
   two-digit years.
 
-Days range from 1900 to 2099. Ten percent of the days are held out, so they do not occur in the training data in any
-format.
+All dates are in the years 1900 to 2099. Ten percent of the days are held out, so they do not occur in the training data
+in any format.
 """
 
 from __future__ import annotations

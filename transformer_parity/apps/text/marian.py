@@ -115,7 +115,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If there are more than two files of a type or a file is invalid.
+        ValueError: If there are more than two files of the same type, or if a file is invalid.
     """
     files: dict[str, bytes] = {}
     for suffix in (".spm", ".yml", ".json"):

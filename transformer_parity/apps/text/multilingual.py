@@ -104,7 +104,7 @@ class MultilingualVocabulary(Vocabulary):
         self._from: list[int] = []
 
     def between(self, source: str | None, target: str | None) -> Self:
-        """Return a vocabulary for translation from one language to another."""
+        """Return a copy of the vocabulary with the given source and target languages."""
         directed = super().between(source, target)
         directed._from, code = [self._codes[str(source)]], self._codes[str(target)]
         directed.start_id = code if self._form.is_start else None

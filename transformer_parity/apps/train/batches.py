@@ -265,10 +265,11 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
         rows = _rows(width.max(axis=1), tokens_per_batch, multiple)
         cost[first, first:] = -(-np.cumsum(counts[first:]) // rows) * rows * width.sum(axis=1)
 
-    # Minimum cost of all sentences up to each bound, and the bucket bounds that achieve this cost.
+    # Minimum cost of all sentences up to each bound, and the bucket bounds that achieve this cost. Each iteration adds
+    # a bucket: total[i, j] is the cost if this bucket ends with bound j and the bucket before it ends with bound i.
     best, chosen = cost[0], [[last] for last in range(len(bounds))]
     for _ in range(MAX_SHAPES - 1):
-        total = best[:-1, None] + cost[1:]  # [last bound of the previous bucket, last bound of the next bucket]
+        total = best[:-1, None] + cost[1:]
         if not len(total) or total[:, -1].min() > best[-1] * (1 - WORTH_A_SHAPE):
             break
         before = total.argmin(axis=0)

@@ -182,8 +182,8 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
     Args:
         origin: ``Corpus.origin``, as stored in the checkpoint.
         vocabulary: Subwords stored in the checkpoint.
-        moved: New paths of the text files, with the keys ``files`` and ``held_out``. None selects the paths in
-            ``origin``.
+        moved: New paths of the text files, with the keys ``files`` and ``held_out``. None means
+            that the paths in ``origin`` are still valid.
 
     Raises:
         KeyError: If an entry is missing from ``origin``.

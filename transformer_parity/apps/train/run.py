@@ -32,7 +32,7 @@ from transformer_spec.names import count_parameters
 MOST_STEPS = 100  # maximum number of steps between two exchanges in which the processes agree on whether to stop
 PATIENCE = 0.5  # minimum time in seconds between two reads of losses from the device
 SAMPLE = 200  # number of held-out sentences to translate at each validation
-LONGER = 10  # maximum number of tokens by which a translation may be longer than the longest held-out target
+LONGER = 10  # maximum number of tokens by which a translation may exceed the longest held-out target
 
 
 @dataclass(frozen=True)

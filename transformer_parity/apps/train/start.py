@@ -154,8 +154,8 @@ def resume(
         directory: Output directory of the resumed run.
         steps: New total number of steps, or None to use the number in the checkpoint.
         plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.
-        moved: New paths of the run's text files, with the keys ``files`` and ``held_out``. None selects the paths in
-            the checkpoint.
+        moved: New paths of the run's text files, with the keys ``files`` and ``held_out``. None
+            means that the paths in the checkpoint are still valid.
 
     Raises:
         OSError: If the checkpoint does not exist or the run's text files cannot be read.
@@ -184,7 +184,7 @@ def resume(
     changes, settings = dict(plan), checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
-        # As in a new run, scale the cool-down so that it covers the same fraction of the run.
+        # Scale the cool-down so that it covers the same fraction of the run as before the number of steps changed.
         cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
         settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
     kept = replace(kept, **changes)

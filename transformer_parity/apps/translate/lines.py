@@ -17,7 +17,7 @@ class Line:
         text: Unmodified text of the line.
         ids: IDs of the line's subwords and special tokens.
         most: Maximum number of IDs.
-        least: Minimum number of IDs. A line with fewer IDs is blank.
+        least: Minimum number of IDs. A line is blank if it has fewer IDs than this number.
     """
 
     number: int

@@ -39,7 +39,7 @@ class Trained:
     search: Search = field(default_factory=Search)
 
     def between(self, source: str | None, target: str | None) -> Trained:
-        """Return a copy of the model that translates from one language to another.
+        """Return a copy of the model with the given source and target languages.
 
         Raises:
             ValueError: If a required language is missing, if a language is unknown, or if the vocabulary has no

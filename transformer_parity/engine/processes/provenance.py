@@ -34,9 +34,9 @@ class FromSource(SourceFileLoader):
     """A loader that compiles a module from its source and ignores cached bytecode."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """Raise an error, so that Python neither reads nor writes bytecode.
+        """Raise an error instead of returning the size and the modification time of the source file.
 
-        Python uses bytecode only if it can get the size and the modification time of the source file.
+        Without these values, Python neither reads nor writes cached bytecode for this file.
         """
         raise OSError(f"the bytecode of {path} is not cached")
 

@@ -11,7 +11,7 @@ import psutil
 
 
 class Silence:
-    """The number of seconds during which a process has computed or slept since its last message.
+    """The total time in seconds that a process has spent computing and sleeping since its last message.
 
     The time that a process waits for a CPU core is excluded. Because some operating systems don't report this waiting
     time, it is estimated from two upper bounds: the time during which none of the allowed cores is idle, and the time
@@ -30,7 +30,7 @@ class Silence:
         self._heard = True
 
     def count(self, interval: float) -> float:
-        """Return the number of seconds without a message, including the time since the last measurement.
+        """Return the number of seconds since the last message, without the time spent waiting for a core.
 
         Args:
             interval: Minimum number of seconds between two measurements. It must be much longer than a tick of the CPU

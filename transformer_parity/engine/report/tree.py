@@ -62,7 +62,9 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 
 
 def role(name: str) -> str:
-    """Return the role of a tensor. It is the same in every layer and in all blocks of the same kind.
+    """Return the role of a tensor: its name without the layer, and with its block's kind instead of the block's name.
+
+    Tensors with the same function in different layers, or in different blocks of the same kind, have the same role.
 
     The last word of a block's name is its kind. For example, ``self_attention`` and ``cross_attention`` both have the
     kind ``attention``.

@@ -66,7 +66,10 @@ def _sync(path: Path, mode: int) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a path is unused or refers to a regular file, except this process's standard output or error."""
+    """Return True if nothing exists at a path, or if the path refers to a regular file.
+
+    The result is False if the file is this process's standard output or standard error.
+    """
     return not path.exists() or (path.is_file() and _stream_at(path) is None)
 
 
@@ -128,7 +131,7 @@ def is_same_file(path: str, other: str) -> bool:
 
     Args:
         path: A path.
-        other: A second path, or text that isn't a path.
+        other: A second path, or any other text, for which the result is False.
     """
     try:
         if not os.path.exists(path):

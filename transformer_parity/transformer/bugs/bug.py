@@ -47,7 +47,7 @@ class Bug:
     path: str = "taps"  # "fast" if the bug affects only runs without taps, "run" if the model raises an exception
     announced: str = ""  # start of the message about wrong tap names, wrong tap order, or wrong exported weights
     detail: str = ""  # text that the message about the first failing tap must contain
-    own_numbers: tuple[str, ...] = ()  # backends whose values the reference can't reproduce with this bug
+    own_numbers: tuple[str, ...] = ()  # backends whose values the reference can't reproduce, even if it has this bug
     unseen: tuple[str, ...] = ()  # dtypes and cases in which the bug has no effect
     config: Mapping[str, Any] = field(default_factory=dict)  # config fields that the port replaces
     convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # must be its own inverse
@@ -85,8 +85,8 @@ def changed(module: str, usual: Change | None = None, **others: Change) -> Edits
 def instead(module: str, old: str | Mapping[str, str], new: str | None = None, **by_port: str) -> Edits:
     """Return one edit per backend that replaces ``old``.
 
-    ``old`` is either one text for all backends or a dict that maps the name of each backend to its text. ``new``
-    replaces it. If ``new`` isn't given, the backend's text in ``by_port`` replaces it.
+    ``old`` is either one text for all backends or a dict that maps the name of each backend to its text. ``new`` is the
+    replacement for all backends. If ``new`` isn't given, ``by_port`` contains the replacement for each backend.
     """
     texts = by_port if new is None else dict.fromkeys(old if isinstance(old, Mapping) else FOUR, new)
     return {port: [(module, old if isinstance(old, str) else old[port], text)] for port, text in texts.items()}

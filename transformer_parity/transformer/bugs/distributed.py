@@ -44,9 +44,10 @@ DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj")
 
 
 def injected(said: str, *edits: Edit, port: str = "numpy") -> partial[Bug]:
-    """Return a bug in the given backend. The default is the reference, which simulates multiple devices.
+    """Return a table entry for a bug that consists of the given edits to one backend.
 
-    ``said`` is the message that the comparison must report.
+    The default backend is the reference, which simulates multiple devices. ``said`` is the message that the comparison
+    must report.
     """
     return but({port: [*edits]}, detail=said)
 

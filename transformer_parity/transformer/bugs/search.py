@@ -76,7 +76,7 @@ def penalized(penalties: str) -> Edits:
 
 
 def starting_with(token: str) -> Edits:
-    """Return edits that start every search with a different token."""
+    """Return edits that replace the BOS token at the start of every search with the expression ``token``."""
     return together(
         instead("search", "(size, plan.start_id", f"(size, {token}"),
         instead("search", "(shape, plan.start_id", f"(shape, {token}"),

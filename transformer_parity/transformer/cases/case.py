@@ -29,9 +29,9 @@ class Case:
     config: TransformerConfig
     block: str
     inputs: Mapping[str, ndarray] = field(repr=False)
-    weights_file: Path | None = None  # file with the weights; if None, the hard weights for the config
-    seed: int = 0  # seed of the hard weights
-    magnitude: str = "usual"  # kind of hard weights: a key of ``inputs.WEIGHTS``
+    weights_file: Path | None = None  # file with the weights; if None, the weights are generated
+    seed: int = 0  # seed for generating the weights
+    magnitude: str = "usual"  # key in ``inputs.WEIGHTS`` of the function that generates the weights
     fast: bool = True  # also run the fast path; use False to save compile time if another case covers fast attention
     dtypes: tuple[str, ...] = ALL_DTYPES  # dtypes to run; bfloat16 is too coarse to distinguish presets
     formulas: bool = False  # load packages with fast=False

@@ -22,9 +22,9 @@ FELT = 1e-9  # minimum effect of a weight on the loss, relative to the weight wi
 
 
 def why_nothing_shows(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str:
-    """Return the reason why a comparison with this model would be meaningless.
+    """Return the reason why a comparison with this model would be meaningless, or an empty string.
 
-    The result is empty if the logits depend on the inputs and on most weights.
+    A comparison is meaningful if the logits depend on the inputs and on most weights.
 
     Args:
         config: Config of the model.

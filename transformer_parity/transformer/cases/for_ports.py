@@ -226,8 +226,8 @@ def port_config(port: PluginPort) -> TransformerConfig:
         padded = {case.stage for case in kept if (case.inputs["source_ids"] == config.pad_id).any()}
         if unpadded := [case.stage for case in kept if case.stage not in padded]:
             raise ValueError(
-                f"left_out of {port.name} must leave at least one case with padding in the stage {unpadded[0]}, "
-                "or list all cases of this stage"
+                f"left_out of {port.name} omits every case with padding in the stage {unpadded[0]}; "
+                "remove one of these cases from left_out, or add all other cases of this stage"
             )
     return config
 

@@ -113,12 +113,12 @@ SHARPER, INNER_WIDER, WIDER, LOUDER = 12, 10, 5, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights in which the queries are scaled up, so that scores exceed 88 and attention saturates."""
+    """Return ``hard_weights`` in which the queries are scaled up, so that scores exceed 88 and attention saturates."""
     return _scaled(hard_weights(config, seed), {**SHARP, **_wide(config)})
 
 
 def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights in which the decoder's last norm is scaled up, so that logits exceed 709."""
+    """Return ``hard_weights`` in which the decoder's last norm is scaled up, so that logits exceed 709."""
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
     louder = {f"{last}.*": LOUDER} if last else {}
@@ -126,7 +126,7 @@ def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
 
 
 def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights in which both the queries and the last norm are scaled up."""
+    """Return ``hard_weights`` in which both the queries and the last norm are scaled up."""
     return _scaled(loud_weights(config, seed), SHARP)
 
 

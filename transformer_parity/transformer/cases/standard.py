@@ -37,8 +37,8 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST equals max_length in the config
 STEPWISE = 4  # number of positions that are decoded one at a time
 LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
-QUERIES = 300  # number of queries per head; no package processes this many queries at a time
-CHANNELS = 260  # number of channels per head; no package processes this many queries at a time
+QUERIES = 300  # number of queries per head; all packages process fewer queries at a time
+CHANNELS = 260  # number of channels per head in an attention case; larger than the query blocks of all packages
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
@@ -46,7 +46,7 @@ OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes 
     "decoder_d_ff": 56,
 }
 VOCABULARY = 33_000  # vocabulary size; the highest token IDs exceed the range of int16
-SEVERAL_BLOCKS = 2400  # vocabulary size; a beam of 3 has 225 blocks of 32 continuations, and 225 isn't divisible by 32
+SEVERAL_BLOCKS = 2400  # vocabulary size; a beam of 3 has 7200 / 32 = 225 blocks, which can't be grouped evenly by 32
 
 
 def standard_cases() -> list[Case]:

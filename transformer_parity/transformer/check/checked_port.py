@@ -78,7 +78,7 @@ class CheckedPort:
 
 
 def give_labels(ports: Sequence[CheckedPort]) -> None:
-    """Label each port with its class or package name. If the name is taken, use the text that the user typed."""
+    """Label each port with its class or package name. If a label is already used, use the text that the user typed."""
     for port in ports:
         port.label = free_label(port, port.job.title, ports)
 

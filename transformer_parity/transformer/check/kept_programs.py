@@ -24,7 +24,7 @@ TENSORFLOW_SWITCH = "TF_XLA_FLAGS"
 TENSORFLOW_DIRECTORY = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
 SEAL = ".sha256"  # suffix of the file with a program's checksum
 SPACE = 2**30  # minimum free disk space in bytes; TensorFlow can't run a program that it can't save
-AGE = 30 * 24 * 3600.0  # seconds after which a program is deleted
+AGE = 30 * 24 * 3600.0  # time in seconds after which a compiled program is deleted from the cache
 
 
 def processor_features() -> str:

@@ -79,7 +79,7 @@ class _PortProcess:
             self.parent.send(imported)
             assignment: Assignment = self.parent.receive()
             if isinstance(port, PluginPort):
-                port.name = assignment.label  # reports use the same name as findings
+                port.name = assignment.label  # use the findings' name for the port in reports, too
             self._run(port, assignment.cases)
 
     def _run(self, port: Any, cases: Sequence[Case]) -> None:

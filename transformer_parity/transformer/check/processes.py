@@ -36,7 +36,7 @@ from transformer_parity.transformer.ports.protocol import Placements
 
 WORK = "transformer_parity.transformer.check.one_port:work"  # entry point of a process
 SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # backends, sorted by the time for compiling and running all cases
-SILENCE = 600.0  # seconds of running time without a message, after which a process is stopped
+SILENCE = 600.0  # stop a process that runs for this many seconds without sending a message
 
 # glibc settings for new processes. ``system.environment.keep_freed_memory`` has the same effect in the current process.
 # By default, glibc returns freed memory to Linux and soon requests it again, which takes 12% of JAX's compile time.

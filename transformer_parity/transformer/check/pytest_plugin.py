@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from transformer_parity.transformer.check.conformance import Test
 
 DIRECTORY = "parity"  # directory under which pytest's output lists the tests
-FACTS = "parity_facts"  # attribute of test reports, and key in the output of pytest-xdist workers, for the facts
+# Name of the attribute of a test report that stores the result of ``TestItem.facts``. A pytest-xdist worker uses the
+# same name as a key in its output.
+FACTS = "parity_facts"
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
 

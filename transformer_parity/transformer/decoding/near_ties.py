@@ -198,7 +198,7 @@ class _BeamFollower:
         self.plan = plan
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
-        self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
+        self.finished: dict[Tokens, float] = {}  # scores of the finished hypotheses to keep, including near-ties
         self.inside: dict[Tokens, float] = {}  # margin of each hypothesis, in nats; negative outside the beam
         self.noise = 0.0  # largest rounding noise so far
 

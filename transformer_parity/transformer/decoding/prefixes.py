@@ -70,7 +70,12 @@ class Continuations:
         self._order = np.argsort(-exact, axis=None, kind="stable")
 
     def best(self, count: int, but: int | None = None) -> list[tuple[Tokens, float]]:
-        """Return the ``count`` most likely continuations that don't end in ``but``, with their log-probabilities."""
+        """Return the most likely continuations and their log-probabilities, starting with the most likely one.
+
+        Args:
+            count: Maximum number of continuations.
+            but: ID of a token. Continuations that end with this token are omitted.
+        """
         found: list[tuple[Tokens, float]] = []
         for index in self._order.tolist():
             row, token = divmod(index, self.exact.shape[1])

@@ -44,7 +44,7 @@ Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
-PLACED = 1000  # approximate maximum number of attempts with one bug in only some model parts
+PLACED = 1000  # approximate maximum number of attempts to apply a bug to only some model parts
 # Maps the end of a tap's name to a description of the value that the tap must record. In ports that are based on
 # published code, taps often record a different value.
 MEANINGS = {
@@ -97,7 +97,7 @@ def diagnose(
 ) -> Diagnosis:
     """Find the candidate that reproduces every tensor of a port.
 
-    The value that a port records under a tap's name may not match the name. Therefore, if no candidate reproduces all
+    A port may record a different value for a tap than the tap's name implies. Therefore, if no candidate reproduces all
     activations, the function repeats the search and ignores all taps of the same type as the first tap that differs,
     for example all ``scores``. If this search also fails, the function compares only the output.
 
@@ -143,7 +143,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Combinations can match one case by chance. Individual bugs can also do this if the port returned only tokens.
+    # By chance, a combination of bugs may match one case. If the port returned only tokens, a single bug may too.
     singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:
@@ -168,7 +168,7 @@ def _apart_from_loss(
     If only losses are wrong, the function ignores all other tensors. If only gradients are wrong, it ignores losses.
 
     Returns:
-        The diagnosis. None if both losses and other tensors are wrong, or if no candidate is found.
+        The diagnosis. None unless only losses or only gradients are wrong, and a candidate reproduces them.
     """
     wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
     if losses and wrong <= losses:
@@ -274,10 +274,10 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Try bugs in individual places. Return the attempts that reproduce every tensor, and the list of all attempts.
+    """Try bugs in only some model parts. Return the attempts that reproduce every tensor, and all attempts.
 
-    A place is a set of model parts. The function starts with the places that have the most parts. If a bug in one of
-    these places reproduces every tensor, the function doesn't try places with fewer parts.
+    A place is a set of model parts in which to try a bug. The function tries the largest sets first. If a bug in one of
+    these sets reproduces every tensor, the function doesn't try smaller sets.
     """
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
@@ -374,7 +374,7 @@ def _exact(
 
 
 def _convention(candidate: Candidate) -> dict[str, Any]:
-    """Return the config fields with which a port can declare a candidate's conventions, or {} if it contains a bug."""
+    """Return the config fields that declare a candidate's conventions, or {} if the candidate contains a bug."""
     if candidate.place is not None or not all(map(is_convention, candidate.parts)):
         return {}
     return {name: value for part in candidate.parts for name, value in part.config.items()}

@@ -16,7 +16,7 @@ If step 2 finds an error, steps 3 to 5 are skipped. If step 3 finds a change, st
    - For training, try a different learning rate in each step (``measured.schedule``) or a different optimizer setting
      (``measured.optimizer``).
    - Try combinations of two or three bugs (``candidates.several``).
-   - For activations, repeat the search, and ignore one type of tap or all tensors except the output.
+   - For activations, search again without one type of tap. If this fails, search again and compare only the output.
 4. Describe the difference in statements, sorted by the strength of their evidence (``evidence``, ``statements``).
    Report NaN or infinity and swapped names, and list the tensors and cases that differ. Compare the results with the
    port's own ``forward`` (``own_forward``). If this reveals nothing, describe the error of the first training step
@@ -297,7 +297,7 @@ class Investigation:
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
-        """Report which exported weights were modified or have each other's names, or return "" if this is unknown."""
+        """Report how the exported weights are wrong, for example swapped, or return "" if no pattern is recognized."""
         with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
             right = given(case.load_weights(), dtype)
             back = self._loaded(case, dtype).export()
@@ -318,7 +318,10 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """If a newly loaded port agrees with the reference, report that the port keeps state. Return "" otherwise."""
+        """Report that a failing port keeps state between calls.
+
+        Return "" unless the port agrees with the reference in this case immediately after it is reloaded.
+        """
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):

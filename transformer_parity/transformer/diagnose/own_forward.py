@@ -1,8 +1,8 @@
 """Compare a port's gradients, training steps, and searches with its ``forward``, to determine which of them are wrong.
 
-A search chooses each token based on the logits for the preceding tokens, and ``forward`` returns logits for the same
-tokens. If ``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect
-state between steps or follows a different rule.
+A search chooses each token based on logits that it computes from the preceding tokens. If ``forward`` is called with
+these tokens, it must return the same logits. If ``forward`` agrees with the reference but the search chooses different
+tokens, the search stores incorrect state between steps or follows a different rule.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ FAR = {"float64": SAME, "float32": 1e-5}  # larger relative errors are not round
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
-    """If a diagnosis of a case in the ``gradients`` stage is exact, limit its sentence to gradients.
+    """If a diagnosis of a case in the ``gradients`` stage is exact, add "in gradients" to its sentence.
 
     The port may also differ from the reference in training, which the case doesn't test.
     """
@@ -65,7 +65,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     parts = _sentences(case, evidence.isolated[name], evidence.wanted[name])
     for isolated, wanted in (
         reversed(parts) if name.endswith(".weights") else parts
-    ):  # keys are counted in all sentences
+    ):  # statements about attention weights count keys, so compare all sentences first
         if found := signatures(isolated, wanted, config, weights, FAR[dtype], batch):
             # Padding can change gradients in other ways, so this statement covers only sentences without padding.
             is_part = len(isolated) < len(evidence.isolated[name])
@@ -98,7 +98,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 def _sentences(case: Case, isolated: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
     """Return two pairs ``(isolated, wanted)``: one without the padded sentences, and one with all sentences.
 
-    If none or all of the sentences are padded, the result is a single pair with all sentences.
+    If none or all of the sentences are padded, the function returns only the pair with all sentences.
     """
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
@@ -159,8 +159,8 @@ def of_place(
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If the cause is unknown, the first statement becomes the main sentence of the diagnosis. The list is never
-    used as the main sentence.
+    If the cause is unknown, the first element of ``statements`` becomes the main sentence of the diagnosis. The list of
+    wrong sentences, heads, and positions never becomes the main sentence.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))

@@ -255,7 +255,7 @@ def _fate_of_the_unused(
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:
-    """For each possible replacement of a weight, yield its name and all weights of the model after the replacement."""
+    """Yield the name of each possible replacement of a weight, and all weights of the model after the replacement."""
     weight, kind = weights[name], name.rpartition(".")[2]
     if weight.ndim == 1:
         yield "zero", {**weights, name: np.zeros_like(weight)}

@@ -88,7 +88,7 @@ class DistributedCheck:
         return self.asked or OFFERED.get(backend, USUAL if backend in PORTS else OF_A_PORT)
 
     def cases(self, backend: str) -> list[Case]:
-        """Return the case of each run with a framework."""
+        """Return the cases for a framework or a port, one case per run."""
         return [run.case for plan in self.plans(backend) for run in self._runs(backend, plan)]
 
     def checked_ports(self) -> list[CheckedPort]:
@@ -200,9 +200,9 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return the run with the snapshot from which it resumes.
+        """Return a copy of the run that starts from a snapshot.
 
-        This is the previous framework's snapshot or, for the first framework, the reference's snapshot.
+        The snapshot was written by the previous framework or, for the first framework, by the reference.
         """
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)

@@ -170,7 +170,7 @@ def _tensors(
 
 
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
-    """Return the tolerance of a tensor. Except in float64, it depends on the errors of the same run on one device."""
+    """Return the tolerance for a tensor. Except in float64, it depends on the errors of the same run on one device."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
@@ -184,7 +184,7 @@ def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
 
 
 def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the tolerance of a tensor in a check on one device."""
+    """Return the tolerance for a tensor in a check on one device."""
     if name.startswith("step "):
         return steps.tolerance(name, dtype)
     return gradients.tolerance(name, dtype, baseline, whole)

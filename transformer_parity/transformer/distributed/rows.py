@@ -18,8 +18,10 @@ from transformer_parity.transformer.distributed.worker import Seen, own_batch
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
-EXACT = 1e-6  # maximum relative residual of a gradient that is a sum of the gradients of individual rows
-READ = 0.01  # a process reads the rows whose coefficients exceed this value; exact coefficients are 0 or 1
+# The gradient of each process is fitted with a linear combination of the gradients of individual rows. Without rounding
+# errors, the coefficients of a correct port are 0 or 1. A process uses the rows whose coefficients exceed READ.
+EXACT = 1e-6  # maximum residual of the fit, relative to the gradient
+READ = 0.01
 LOSS = 1e-9  # maximum relative error of a loss
 
 

@@ -2,8 +2,8 @@
 
 ``make_mesh`` reads environment variables that define the number of processes and how they connect to each other. In
 PyTorch, they are the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, and MASTER_PORT. JAX also
-uses JAX_NUM_CPU_DEVICES to create multiple devices in one process. If TensorFlow runs in one process, it doesn't need
-any variables, because it divides the CPU into logical devices itself.
+uses JAX_NUM_CPU_DEVICES to create multiple devices in one process. If TensorFlow runs in one process, no environment
+variables are required, because TensorFlow itself divides the CPU into logical devices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Place = tuple[tuple[int, int], ...]  # start and stop of a shard along each axis
 Held = tuple[int, Place, str]  # device of a shard, its position in the full parameter, and its hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 OWN_LENGTH = 4  # all targets in a shard's own batch have this length, so all rows have the same weight in the loss
-OWN_STEP = 1000  # step number of the first shard's own batch; larger than the number of steps in any run
+OWN_STEP = 1000  # ``own_batch`` adds the shard number to this step number, which is larger than any step of a run
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def digest(array: ndarray) -> str:
 
 
 def work(parent: Parent) -> None:
-    """Receive the name of a port and the environment variables. Then perform tasks, and send back their results."""
+    """Set the environment variables for a framework or a port, perform the tasks, and send back their results."""
     backend, environment = parent.receive()
     os.environ.update(environment)  # must happen before the framework is imported
     try:

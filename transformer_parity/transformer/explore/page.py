@@ -85,7 +85,7 @@ class Scale:
 
     @classmethod
     def of(cls, view: View) -> Scale:
-        """Return the smallest scale that contains all errors and tolerances of a view."""
+        """Return the shortest scale that covers all errors and tolerances on the page, except 0, infinity, and NaN."""
         entries = [port for tap in view["taps"] for port in tap["ports"] if port is not None]
         numbers = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
         exponents = [math.log10(value) for value in numbers if 0.0 < value < math.inf]

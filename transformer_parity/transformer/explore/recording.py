@@ -157,7 +157,10 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the preceding taps on which a tap directly depends. Perturbing only one of them changes the tap."""
+    """Return the preceding taps on which a tap directly depends.
+
+    The tap's value changes if one of these taps is perturbed and all others are set to their expected values.
+    """
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

@@ -24,8 +24,8 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-# Maximum total number of attention scores and weights on a page. The base model computes fewer scores and weights for a
-# sentence pair with 20 source tokens and 20 target tokens, so the page shows all tokens of such a pair.
+# Maximum total number of attention scores and weights on a page. For a sentence pair with
+# 20 source tokens and 20 target tokens, the base model computes fewer scores and weights, so all tokens are shown.
 MOST_WEIGHTS = 150_000
 MOST_CHANNELS = 2048  # maximum number of channels for which full values are stored
 SIDES = ("source", "target")

@@ -38,8 +38,8 @@ Place = tuple[str, str]  # name of a case, and a dtype
 def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
     """Return a dict that maps each pair of case and dtype to the names of B's tensors that are copies of A's tensors.
 
-    If B contains a copy of at least one tensor of a case in some dtype, the result lists all tensors of this case and
-    dtype that are identical in A and B. The list then includes the identical tensors in ``EXACT``.
+    A tensor is a copy if nearly all of its values are identical in A and B. Tensors that match ``EXACT`` can be
+    identical in a correct B, so they are listed only if another tensor of the same case and dtype is a copy.
 
     Args:
         truth: Directory A.

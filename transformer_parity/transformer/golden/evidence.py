@@ -42,7 +42,7 @@ def gaps(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Sequence[Cas
 
 
 def _has_results(case: Case, truth: GoldenDirectory, candidate: GoldenDirectory) -> bool:
-    """Return whether B contains at least half of the main results of a case, in at least one dtype."""
+    """Return whether, in at least one dtype, B contains at least half of a case's main results (``RESULTS``)."""
     for dtype in DTYPES:
         if truth.holds(case, dtype) and candidate.holds(case, dtype):
             names = [name for name in truth.tensors(case, dtype) if fnmatchcase(name, RESULTS[case.stage])]

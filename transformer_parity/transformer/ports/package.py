@@ -37,8 +37,8 @@ from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# Models are compiled with all XLA optimizations, as in normal use, only in this dtype. Runs in this dtype therefore
-# check the optimized programs. float64 runs check only the formulas, and bfloat16 runs are smoke tests. In these two
+# In this dtype, models are compiled with all XLA optimizations, as in normal use. Only float32 runs therefore check the
+# optimized programs. float64 runs check only the formulas, and bfloat16 runs are smoke tests. In these two
 # dtypes, JAX compiles with fewer optimizations, and TensorFlow traces only full models and doesn't use XLA.
 COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # a block without parameters; fast models use a fused implementation

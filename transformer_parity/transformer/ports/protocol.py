@@ -32,7 +32,7 @@ class Placements:
     precision: str = "highest"
 
     def placement(self, dtype: str) -> Placement:
-        """Return the placement for one of the dtypes."""
+        """Return a placement with the given dtype."""
         return Placement(dtype, self.device, self.precision)
 
 

@@ -45,8 +45,8 @@ class Marks(NamedTuple):
     Attributes:
         spans: Character ranges of the marked tokens. Adjacent tokens on a line are merged.
         different: Number of marked tokens.
-        missing: Number of tokens in the reference that the piece doesn't contain.
-        total: Number of tokens in the piece.
+        missing: Number of tokens in the reference's code without a match in this piece of code.
+        total: Number of tokens in this piece of code.
     """
 
     spans: list[tuple[int, int]]
@@ -56,7 +56,7 @@ class Marks(NamedTuple):
 
 
 def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
-    """Compare each piece of code with the piece named ``base``, and return the marks of each piece.
+    """Compare each piece of code with the piece named ``base``, and mark the tokens that differ.
 
     The piece named ``base`` is compared with all other pieces.
     """
@@ -137,7 +137,8 @@ def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
         theirs_here = [i for i, token in enumerate(reference) if token.owner == owner]
         ours_here = [i for i, token in enumerate(ours) if token.owner == owner]
         shortest = 1
-        while True:  # first match tokens in order, then longer sequences that have moved
+        # The first iteration matches tokens in order. Later iterations match longer sequences that have moved.
+        while True:
             left = [_one_name(reference[i].text) if i not in found else ("theirs", i) for i in theirs_here]
             taken = set(found.values())
             right = [_one_name(ours[i].text) if i not in taken else ("ours", i) for i in ours_here]

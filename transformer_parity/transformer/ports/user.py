@@ -46,7 +46,7 @@ class Port:
         preset: The name of the preset that the model follows. A preset is a set of published conventions. The names are
             the keys of ``transformer_spec.config.PRESETS``.
         overrides: The values of the ``TransformerConfig`` fields in which the model differs from the preset. The fields
-            include both conventions and sizes.
+            define conventions (such as ``norm_order``) and sizes (such as ``d_model``).
         dtypes: The dtypes that the model supports. Without float64, the check can't distinguish a bug from a rounding
             error.
         taps: Patterns for the taps (named intermediate values) that ``forward`` reports. ``parity info --names`` lists

@@ -99,7 +99,7 @@ def check_code(side: str, code: str | None, known: Sequence[str], *, needed: boo
         side: ``source`` or ``target``.
         code: The code; None if it isn't specified.
         known: The codes that the vocabulary supports.
-        needed: Whether a code is required.
+        needed: True if the vocabulary requires a language code.
 
     Raises:
         ValueError: If the code is missing or unknown. The message suggests similar codes.

@@ -24,7 +24,7 @@ from transformer_spec.search import SearchResult
 
 TOKENS, SCORES = "tokens", "scores"
 STEPS = "steps"  # the unfinished hypotheses after each step
-SEARCHED = (TOKENS, SCORES, STEPS)  # tensors that a search returns; decoding with a cache returns the other tensors
+SEARCHED = (TOKENS, SCORES, STEPS)  # tensors from a search; all other tensors are from decoding with a cache
 
 
 class DecodeStage(Stage):

@@ -36,7 +36,7 @@ class GradientStage(TrainingStage):
         outputs.hidden = hidden(case, loaded)
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each gradient. In float32, a tolerance depends on the reference's error."""
+        """Return the tolerance for each gradient. In float32, a tolerance depends on the reference's error."""
         own = {name: training_error(name, baseline, truth) for name in truth if name in baseline}
         whole = own.get(WHOLE, 0.0)
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
@@ -54,7 +54,7 @@ class GradientStage(TrainingStage):
         return [name for name in names if name in shown.tensors or name != WHOLE or shown.path != FILES]
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Exclude the gradients at undeclared taps, or at all taps if the port doesn't return any."""
+        """Exclude the gradients at undeclared taps. If the port returns no gradients at taps, exclude all of them."""
         if any(name.startswith(AT) for name in shown.tensors):
             unseen = {f"{AT}{tap}" for tap in shown.outputs.hidden} - shown.tensors.keys()
             due = [name for name in due if name not in unseen]

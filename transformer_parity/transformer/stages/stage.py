@@ -19,7 +19,8 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 
-Way = tuple[str, Callable[[], Tensors]]  # the name of a path, and a function that runs the port on this path
+# Name of an execution path (see ``engine.outputs``), and a function that runs the port on this path.
+Way = tuple[str, Callable[[], Tensors]]
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class PathTensors:
-    """The tensors that a port returns for a case when it runs in one way, and the expected tensors.
+    """The tensors that a port returns for a case on one execution path, and the expected tensors.
 
     Attributes:
         author: Factory that creates the findings.
         case: The case.
-        path: How the port was run, for example with taps or on its fast path.
+        path: Execution path: how the port was run, for example with taps or on its fast path.
         tensors: Dict from names to the port's tensors.
         expected: The expected tensors and their tolerances.
         outputs: All results of the port for this case.
@@ -67,7 +68,7 @@ class Stage(Measure, ABC):
     Attributes:
         name: Name of the stage in ``--stage`` and in findings.
         component: Part of the model that this stage's golden-vector cases test.
-        path: The path whose tensors are stored in golden vectors.
+        path: Execution path whose tensors are stored in golden vectors.
         is_ordered: True if the tensors must be in the same order as the reference's.
         searches: True if the stage runs a search.
         has_baseline: True if float32 tolerances depend on the reference's own float32 error.
@@ -151,7 +152,7 @@ class Stage(Measure, ABC):
         )
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors to compare on a path."""
+        """Return the names of the tensors to compare on an execution path."""
         return list(shown.expected.tensors)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:

@@ -84,7 +84,7 @@ class StepStage(TrainingStage):
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
         """Compare the tensors with a reference that rounds its learning rates to float32.
 
-        Return the findings if all tensors agree with this reference, else an empty list.
+        If all tensors agree with this reference, return the findings. Otherwise, return an empty list.
         """
         case, truth = shown.case, shown.expected.tensors
 

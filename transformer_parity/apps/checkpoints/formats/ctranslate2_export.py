@@ -1,4 +1,4 @@
-"""Export models to CTranslate2 directories. The ``ctranslate2`` module implements the import."""
+"""Export models to CTranslate2 directories. The ``ctranslate2`` module imports them."""
 
 from __future__ import annotations
 

@@ -324,7 +324,9 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
     output = output_name(family)
-    if not fields["tie_word_embeddings"]:  # transformers ties no parameters, so write a copy of each tied parameter
+    # If ``tie_word_embeddings`` is false, the transformers library loads a separate array for each parameter, so tied
+    # parameters are written multiple times.
+    if not fields["tie_word_embeddings"]:
         found.setdefault(DECODER, found[ENCODER])
         found.setdefault(output, found[DECODER])
         if family not in ("marian", "fsmt"):

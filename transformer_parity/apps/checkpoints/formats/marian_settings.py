@@ -152,7 +152,10 @@ def _table(tensors: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> list[str]:
-    """Return one sentence for each option that is inconsistent with the tensors. The tensors take precedence."""
+    """Return one sentence for each option that is inconsistent with the tensors.
+
+    The model is imported as the tensors imply, not as these options specify.
+    """
     shared = "Wemb" in tensors
     tied = not any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
     both = settings.get("tied-embeddings-all", False)

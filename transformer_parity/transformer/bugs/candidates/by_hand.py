@@ -35,13 +35,19 @@ def of_function(old: str, new: str) -> Edits:
 
 
 def of_kernels(divisor: str, what: str) -> Edits:
-    """Return an edit that divides the gradients of the projections' kernels, of their biases, or of both."""
+    """Return an edit that divides the gradients of all projections by the expression ``divisor``.
+
+    ``what`` determines whether the edit divides the kernels' gradients, the biases' gradients, or both.
+    """
     kernel, bias = (f" / {divisor}" if name in what else "" for name in ("kernels", "biases"))
     return of_function(OF_LINEAR, f"return dy @ kernel.T, rows.T @ drows{kernel}, drows.sum(axis=0){bias}")
 
 
 def of_norms(divisor: str, what: str) -> Edits:
-    """Return an edit that divides the gradients of the norms' scales, of their biases, or of both."""
+    """Return an edit that divides the gradients of all layer norms by the expression ``divisor``.
+
+    ``what`` determines whether the edit divides the scales' gradients, the biases' gradients, or both.
+    """
     scale, bias = (f" / {divisor}" if name in what else "" for name in ("scales", "biases"))
     return of_function(OF_NORM, f"return dx, (dy * n).sum(axis=rows){scale}, dy.sum(axis=rows){bias}")
 

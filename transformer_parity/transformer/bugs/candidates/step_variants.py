@@ -94,7 +94,8 @@ def clipped_micro_batches(tokens: str, divisor: str = "1.0", *more: tuple[str, s
 
     Args:
         tokens: Expression for the number of tokens by which the gradient norm of a micro-batch is divided.
-        divisor: Expression for a factor that multiplies the clipped gradient.
+        divisor: Expression for a factor, for example ``1.0 / of_micro_batch``. The edits multiply the clipped gradient
+            by this factor.
         *more: Additional changes to the trainer.
     """
     lines = (

@@ -182,7 +182,7 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
         as_wide: Whether ``d_k`` equals ``d_v``, so that value kernels can be exchanged with query and key kernels.
     """
     every = ("query", "key", "value", "output")
-    # The output kernels aren't tried separately, because the bug catalog already contains this bug.
+    # The bug catalog already contains a bug that transposes only the output kernels, so this list omits it.
     families = [*((name,) for name in every[:3]), every[:3], every]
     found = [
         Bug(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
@@ -197,9 +197,9 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Bug]:
-    """Return bugs that load weights from the wrong block, round weights, or use a zero embedding for padding.
+    """Return bugs that load weights into the wrong block, round weights, or use a zero embedding for padding.
 
-    The wrong block is a different layer, norm, or attention block.
+    The bugs of the first type load weights of one layer, norm, or attention block into a different one.
     """
     others: dict[str, Renames] = {
         **{

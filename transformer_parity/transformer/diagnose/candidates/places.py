@@ -86,8 +86,8 @@ class _Atom:
 def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[Bug]) -> list[tuple[Bug, Place]]:
     """Return pairs of a known bug and the model parts in which to try the bug.
 
-    Pairs with the most model parts come first. In the ``activations`` stage, the result includes only model parts that
-    may have introduced a difference.
+    The pairs are sorted by the number of model parts, in descending order. In the ``activations`` stage, the result
+    includes only model parts that may have introduced a difference.
 
     Args:
         case: The case that the port ran.
@@ -158,7 +158,7 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
 
 
 def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
-    """Return the units that a bug changes, or an empty list if the bug can't be tried in individual units."""
+    """Return the model parts that a bug changes, or an empty list if the bug can't be limited to some model parts."""
     edits = tuple(bug.edits.get("numpy", ()))
     parts = list(_parts(config))
     if bug in EVERYWHERE:  # each of these bugs consists of one edit per sub-layer
@@ -216,10 +216,10 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
-    """Yield groups of atoms, each with a description.
+    """Yield groups of model parts in which to try a bug, and a description of each group.
 
-    The groups are the stacks, the blocks of each type, the individual atoms, and the layers. The last group contains
-    all atoms in ``possible``.
+    The groups are the stacks, all blocks of each type, the individual model parts, and the layers. The last group
+    contains all model parts in ``possible``.
     """
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))

@@ -58,10 +58,11 @@ def _closer(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """For cases without taps, yield attempts that change the candidates with the smallest errors.
+    """For cases without taps, yield attempts with modified copies of the candidates that have the smallest errors.
 
-    If the port has two bugs, a candidate with one of them usually has a smaller error than a candidate with neither. A
-    change adds one bug, sets one convention, or resets one config field to its value in the config of the case.
+    If the port has two bugs, a candidate with one of them usually has a smaller error than a candidate with neither.
+    Each modification adds one bug, sets one convention, or resets one config field to its value in the config of the
+    case.
     """
     fields = sorted({name for bug in known if is_convention(bug) for name in bug.config})
     own = [Bug("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
@@ -89,9 +90,10 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Remove unnecessary bugs and conventions from an exact attempt, one at a time.
+    """Remove unnecessary bugs and conventions from a candidate that reproduces every tensor.
 
-    Each removal leads to a new attempt, which is also exact. Return these attempts.
+    The function removes one bug or convention at a time. It returns an attempt for each smaller candidate that still
+    reproduces every tensor.
     """
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))

@@ -86,8 +86,9 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(candidate, found, compared)
             if not attempt.is_exact:
-                # A shorter run omits the calls between steps. The results of these calls don't have to be compared,
-                # because they depend only on the weights, and the weights are compared.
+                # A run with fewer steps than ``self.case`` doesn't call other methods between training steps. The
+                # results of these methods don't have to be compared, because they depend only on the weights, and the
+                # weights are compared.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt

@@ -78,7 +78,7 @@ class Subject:
 
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
-        """Load the reference with the weights of a case, and return the subject for the case."""
+        """Load the reference with the weights of a case. Return a ``Subject`` with the case and this reference."""
         weights, load = rounded(case.load_weights(), dtype), DEFINITION.load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
@@ -107,7 +107,10 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return a copy of the subject with the port's tensors as ``own`` and the reference's tensors as ``unread``."""
+        """Return a copy of this object with new values of the attributes ``own`` and ``unread``.
+
+        ``own`` contains the port's tensors. ``truth`` contains the reference's tensors, and becomes ``unread``.
+        """
         return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 

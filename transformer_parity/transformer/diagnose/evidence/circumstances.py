@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformer_parity.transformer.cases.case import DECODE, Case
 
 EVIDENCE = 3  # minimum number of cases that agree with the reference and don't satisfy the condition
-# Numbers for which a condition may require an exact value. For other numbers, each condition is a lower or upper limit.
+# A condition describes the cases that differ from the reference. For each number of a case, the condition can be a
+# limit, for example "a source length of at least 8". For the following numbers, it can also be an exact value, for
+# example "a batch size of 1".
 EXACTLY = ("a batch size", "a beam_size", "a length_penalty")
 
 

@@ -48,7 +48,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
             for turn in turned
             if source != name and is_same(name, source, array.T if turn else array)
         ]
-        # If multiple parameters have the same values, for example zeros, the most likely source is in the same block.
+        # If multiple sources have the same values, for example zeros, prefer a source in the same block as ``name``.
         sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
         if not sources[name]:
             return ""

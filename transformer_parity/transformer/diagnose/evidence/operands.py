@@ -133,7 +133,7 @@ def other_softmax(name: str, isolated: Arrays, wanted: Arrays) -> str:
         return ""
     with np.errstate(divide="ignore", invalid="ignore"):  # weights may be zero, and a query may have no allowed keys
         logs = np.log(actual)
-        shifts = logs - scores  # constant over the keys of a query if the port's scores are correct
+        shifts = logs - scores  # for each query, the same for all keys if the port's scores are correct
         shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
         to_add, to_set = shifts - shift, logs - shift
     if np.abs(np.where(allowed, to_add, 0.0)).max() > SAME_SCORE:

@@ -149,7 +149,7 @@ def transformed_gradients(shown: Differing) -> str:
 def wrong_parameters(shown: Differing) -> str:
     """Report which gradients are wrong.
 
-    For post-norm models, also report which one the backward pass computes first.
+    For post-norm models, also name the wrong gradient that the backward pass computes first.
     """
     names = [name for name in _parameters(shown) if not is_noise(name)]
     agree = [name for name in shown.right if name.startswith("of ") and not is_noise(name)]

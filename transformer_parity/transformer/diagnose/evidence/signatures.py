@@ -119,7 +119,11 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 
 
 def _offset_of(keys: ndarray) -> str:
-    """Return a phrase for the distance between keys [B, H, L, L] and their queries, or "" if the distance varies."""
+    """Return a phrase for the distance between the selected keys and their queries.
+
+    ``keys`` is a mask [B, H, L, M] that is True for the selected keys of each query. The function returns an empty
+    string if the distance varies, or if L and M differ.
+    """
     _, _, query, key = np.nonzero(keys)
     offsets = np.unique(key - query)
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:

@@ -97,10 +97,10 @@ def only_between_steps(shown: Differing) -> str:
 
 
 def moved_weights(shown: Differing) -> str:
-    """Compare the movements of the weights with the reference, in the first snapshot with wrong weights.
+    """For the first snapshot with wrong weights, compare the port's and the reference's movements of these weights.
 
-    Report the factors by which the movements are too large or too small. If there are no such factors, report which
-    weights are wrong.
+    A movement is the difference between a weight and its initial value. The function reports the factors by which
+    the movements are too large or too small. If there are no such factors, it reports which weights are wrong.
     """
     if shown.case.stage != STEPS:
         return ""

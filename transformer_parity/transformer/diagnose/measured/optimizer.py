@@ -80,7 +80,8 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
         return
     factors = {name: best_factor(moved[name], x) for name, x in right.items()}
     far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
-    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding errors if weights barely change
+    # ``least`` is the expected rounding error of each movement. It is significant only if a weight barely changes.
+    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}
     if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
         other = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > 1e-7}
         if other and len(other) < len(names):
@@ -165,7 +166,10 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Find values of a setting that reproduce the port's loss in a step, and try them. Yield the exact attempts."""
+    """Find values of a setting that reproduce the port's loss in a step, and try them.
+
+    Yield the attempts that reproduce every tensor.
+    """
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 

@@ -41,7 +41,7 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return a single bug that represents multiple values of the parameter with the same effect.
+        """Return one bug for all of the given values of the parameter, which must have the same effect.
 
         The name of the bug lists all of the values, but the edits of the bug apply only one of them.
         """
@@ -53,12 +53,12 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """For each element of ``kinds``, yield the parameters that explain the port's tokens in all cases of the element.
+    """Find the search parameters that reproduce the port's tokens. Yield one list of attempts per element of ``kinds``.
 
     Args:
         trials: The port's tensors in a case that runs a search.
-        kinds: Copies of ``trials`` that have different sets of additional cases. A candidate must also reproduce these
-            additional cases.
+        kinds: ``trials`` with different values of the attribute ``others``. The search parameters must also reproduce
+            the port's tokens in all cases in ``others``.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})

@@ -192,7 +192,8 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
     if actual.shape != wanted.shape or not np.abs(actual - wanted).max() <= ANGLE:
         return ""
     added = actual - wanted + _encoding(config, wanted.shape[1])
-    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding contains the reference's values
+    # At padding, ``actual`` contains the reference's values, which are not rounded to float32.
+    rounded = np.where(actual == wanted, added, added.astype(np.float32))
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""
     return f"the position encoding that {port} adds at {first} has only float32 precision: compute it in float64"
@@ -206,7 +207,7 @@ def embedding_factor(trials: Trials, first: str, port: str) -> str:
     actual, wanted = trials.actual[first], usual[first]
     if actual.shape != wanted.shape:
         return ""
-    differs = (actual != wanted).any(-1)  # padding contains the reference's values
+    differs = (actual != wanted).any(-1)  # both tensors contain the reference's values at padding
     encoding = np.broadcast_to(_encoding(config, wanted.shape[1]), wanted.shape)[differs]
     embedded, right = actual[differs] - encoding, wanted[differs] - encoding
     ratio = best_factor(embedded, right)
