@@ -237,8 +237,11 @@ def test_page_shows_both_figures_and_the_seeded_results():
     raw, divided = (measurements.measure_layer(512, divided=divided) for divided in (False, True))
     factor = raw.query_kernel.median / divided.query_kernel.median
     assert f"is {factor:.0f} times larger without the division" in page
-    assert f"{100 * raw.carriers.median:.0f}% of the queries carry 90% of this gradient" in page
-    assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90% of the gradient." in page
+    assert f"90% of this gradient comes from only {100 * raw.carriers.median:.0f}% of the queries." in page
+    assert (
+        f"With the division, 90% of the gradient comes from {100 * divided.carriers.median:.0f}% of the queries."
+        in page
+    )
     low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
     assert "gradient would be about 50 times smaller than with the division" in page
