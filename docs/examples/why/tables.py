@@ -152,6 +152,7 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
         *("additive / dot\n(10%, 90%)", "memory\nMiB"),
     )
     for cost in costs:
+        limits = cost.ratio.low, cost.ratio.high
         table.add_row(
             f"{cost.length:,}",
             f"{cost.d_k}",
@@ -159,7 +160,7 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
             f"x {operations_ratio(cost):.2f}",
             f"{1e3 * cost.dot_seconds.median:.3g}",
             f"{1e3 * cost.additive_seconds.median:.3g}",
-            Text.assemble((f"{cost.ratio.median:.1f}", "bold"), f" ({cost.ratio.low:.2g}, {cost.ratio.high:.2g})"),
+            Text.assemble((f"{cost.ratio.median:.1f}", "bold"), f" ({', '.join(map(_digits, limits))})"),
             f"{cost.additive_bytes / 2**20:.3g} (x {cost.additive_bytes / cost.dot_bytes:.0f})",
         )
     console.print(table)
