@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy import ndarray
 from numpy.typing import DTypeLike
 
 from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
+from transformer_spec.names import check_float_dtype
 from transformer_spec.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32")
@@ -38,11 +38,7 @@ def check_placement(dtype: DTypeLike, device: str | None) -> str:
     Raises:
         ValueError: If the dtype is not float64 or float32, or the device is not the CPU.
     """
-    name: Any = dtype
-    if dtype is not None:  # np.dtype(None) would be float64
-        with suppress(TypeError, ValueError):
-            name = np.dtype(dtype).name
-    check_choice("dtype", name, DTYPES)
+    name = check_float_dtype(dtype, DTYPES)
     if device is not None:
         check_choice("device", device, DEVICES)
     return name

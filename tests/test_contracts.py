@@ -15,7 +15,7 @@ SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
 MEMORY = np.full((2, 4, 24), 0.5, np.float32)
 LONG = 300  # number of queries; above 256, fast attention computes them in blocks
-FOUR_AXES = "a mask must have four axes, like mask[None, None]"
+FOUR_AXES = "a mask must have four axes: batch, heads, queries, keys"
 BOOLEAN = "must be boolean, True where attention is allowed"
 RAGGED = "must have rows of equal length: got different lengths; pad the rows"
 

@@ -471,5 +471,5 @@ def test_functions_of_a_config_reject_a_model(of_config, config):
 
 
 def test_weights_instead_of_a_dtype_are_not_printed(config):
-    with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got a dict$"):
+    with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got dict$"):
         Transformer(config, random_weights(config))

@@ -24,8 +24,9 @@ DIAGNOSED = ("full/padded", "steps", "decode/ends_apart_beam")  # in other cases
 def every() -> list:
     """Return each bug in each port, with the extended bugs marked.
 
-    In PyTorch, diagnosed bugs are extended if their case is not in ``DIAGNOSED``. In JAX and TensorFlow, only the
-    first bug of each part is in the default tier, and only if it isn't diagnosed or is in the part ``mask``.
+    In PyTorch, diagnosed bugs are extended if their case is not in ``DIAGNOSED``, except the first bug of each part. In
+    JAX and TensorFlow, only the first bug of each part is in the default tier, and only if it isn't diagnosed or is in
+    the part ``mask``.
     """
     parameters = []
     for name in ALL:
@@ -35,7 +36,7 @@ def every() -> list:
                 marks = [pytest.mark.only(name)]
                 diagnosed = trials.has_a_name(bug, name)
                 if name == "torch":
-                    repeats = diagnosed and bug.case not in DIAGNOSED
+                    repeats = bug is not of_port[0] and diagnosed and bug.case not in DIAGNOSED
                 else:
                     repeats = bug is not of_port[0] or (diagnosed and part != "mask")
                 if repeats:

@@ -1,9 +1,9 @@
 """Test tiers: the tests that a run selects, the process that runs each test, and the caches that a process keeps.
 
-The default tier covers every feature at least once. Tests marked ``extended`` repeat it for a different framework, bug,
-or preset. The tests in ``slow_tests.txt``, which take more than two seconds, are also extended. Most of them repeat a
-faster test with different parameters. Compilation by XLA dominates the run time, so compiled programs are cached on
-disk.
+The default tier covers nearly every feature. Tests marked ``extended`` repeat a test for a different framework, bug, or
+preset. The tests in ``slow_tests.txt``, which take more than two seconds of CPU time, are also extended. Most of them
+repeat a faster test with different parameters, but about 30 are the only test of a behavior. Compilation by XLA
+dominates the run time, so compiled programs are cached on disk.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise a ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         got = repr(value)
-        got = got if len(got) < 100 else f"a {type(value).__name__}"  # for example, a dict of all weights
+        got = got if len(got) < 100 else type(value).__name__  # for example, a dict of all weights
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {got}")
 
 
@@ -304,7 +304,7 @@ def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> N
     if len(mask) != 4 or any(
         None not in (size, full) and size not in (1, full) for size, full in zip(mask, needed, strict=True)
     ):
-        remedy = "; a mask must have four axes, like mask[None, None]" if len(mask) < 4 else ""
+        remedy = "; a mask must have four axes: batch, heads, queries, keys" if len(mask) != 4 else ""
         raise ValueError(f"mask must broadcast to {needed}: got {tuple(mask)}{remedy}")
 
 

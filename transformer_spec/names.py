@@ -8,7 +8,7 @@ last axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
@@ -136,8 +136,8 @@ def check_weights(
     unknown = [name for name in weights if name not in shapes and not name.startswith(others)]
     if unknown and shapes.keys().isdisjoint(weights):
         raise ValueError(
-            f"{what} must have canonical names: got {some(unknown)}; use export_weights(), or convert a checkpoint "
-            "of a different program with `parity import`"
+            f"{what} must have canonical names: got {some(unknown)}; the methods of a model and of a trainer return "
+            "these names, and `parity import` converts checkpoints of other programs"
         )
     problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
     problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in unknown]
@@ -182,16 +182,17 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
                 rounded(name, array, dtype)
 
 
-def check_float_dtype(dtype: DTypeLike) -> str:
-    """Return the name of a dtype in which weights can be stored, such as float16.
+def check_float_dtype(dtype: DTypeLike, choices: Sequence[str] = FLOAT_DTYPES) -> str:
+    """Return the name of a dtype, which can have any form that NumPy accepts.
 
     Raises:
-        ValueError: If ``dtype`` is not in ``FLOAT_DTYPES``.
+        ValueError: If the name is not in ``choices``.
     """
     name: Any = dtype
-    with suppress(TypeError):  # not a dtype of NumPy
-        name = np.dtype(dtype).name
-    check_choice("dtype", name, FLOAT_DTYPES)
+    if dtype is not None:  # np.dtype(None) would be float64
+        with suppress(TypeError, ValueError):  # not a dtype of NumPy
+            name = np.dtype(dtype).name
+    check_choice("dtype", name, choices)
     return name
 
 
