@@ -16,7 +16,7 @@ from transformer_parity.transformer.bugs.catalog import FORWARD, SEARCH, STRUCTU
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.ports.protocol import Implementation, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_parity.transformer.selftest.uncompiled import interpreted
@@ -45,7 +45,7 @@ def limits(bug: str) -> tuple[float, float]:
     return (SAME, DIFFERENT) if CANDIDATES[bug] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
 
 
-def load_and_run(port: Implementation, case: Case) -> Tensors:
+def load_and_run(port: AnyPort, case: Case) -> Tensors:
     return tensors(port.load(case.config, case.load_weights(), Placement("float64")), case)
 
 

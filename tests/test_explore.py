@@ -22,13 +22,13 @@ from translate_runs import save
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.engine.localization import FINE, INTRODUCED, Mark
+from transformer_parity.engine.report.page import Scale, page
 from transformer_parity.engine.style import PAGE
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.plugin import Port
 from transformer_parity.transformer.bugs.bug import FOUR
 from transformer_parity.transformer.bugs.catalog import FORWARD, cases
-from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS

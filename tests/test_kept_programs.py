@@ -12,9 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.checked_port import CheckedPort
-from transformer_parity.transformer.check.kept_programs import (
+from transformer_parity.engine.system.kept_programs import (
     AGE,
     JAX_SWITCH,
     SWITCH,
@@ -23,6 +21,8 @@ from transformer_parity.transformer.check.kept_programs import (
     keep_programs,
     kept_by_tensorflow,
 )
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import PortJob
 from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.ports.protocol import Placements

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from transformer_parity.transformer.check.kept_programs import kept_in, processor_features
+from transformer_parity.engine.system.kept_programs import kept_in, processor_features
 from transformer_spec import PRESETS, TransformerConfig
 
 # Parts of test names that identify shared resources. Tests that share a resource run sequentially in one process.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
-from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.outputs import is_output
 from transformer_parity.engine.tensors import Tensors, relative_error
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
@@ -158,7 +158,7 @@ class Replay:
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
-        given = {name: value for name, value in expected.items() if name != OUTPUT}
+        given = {name: value for name, value in expected.items() if not is_output(name)}
         try:
             isolated = port(given)
         except Exception:  # a shape in the port may be incorrect and therefore incompatible with the given value
@@ -183,7 +183,7 @@ class Replay:
         given = {
             name: np.asarray(value, np.float64)
             for name, value in actual.items()
-            if name != OUTPUT and name in expected and value.shape == expected[name].shape
+            if not is_output(name) and name in expected and value.shape == expected[name].shape
         }
         with np.errstate(all="ignore"):  # incorrect values may overflow
             wanted = self.truth(given)
@@ -237,7 +237,7 @@ def without_consequences(
         variants: Variants of the reference, each with a known bug that reproduces the port's output.
         distance: A function that returns the error between two tensors with the same name.
     """
-    given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
+    given = {name: value for name, value in evidence.expected.items() if not is_output(name)}
     best: Blame | None = None
     for variant in variants:
         free, isolated = variant({}), variant(given)

@@ -13,7 +13,14 @@ from transformer_parity.engine.tensors import Digest, Tensors, plain
 # model the way users do. ``cached`` decodes position by position with a cache. ``load`` only loads and exports the
 # weights. ``files`` reads the results of an earlier run from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
-OUTPUT = "output"  # the name of the value that a block returns
+# The name of the value that a block returns. If a model returns several values, their names follow, as in
+# ``output logits``.
+OUTPUT = "output"
+
+
+def is_output(name: str) -> bool:
+    """Return whether a tensor is a value that a block returns, in contrast to the value at a tap."""
+    return name.partition(" ")[0] == OUTPUT
 
 
 class MissingAbilityError(Exception):

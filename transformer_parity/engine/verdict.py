@@ -28,7 +28,7 @@ WORDS = {SKIPPED: "skip", AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVER
 LAST_WORDS = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}
 
 
-def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str:
+def decide(error: float, tolerance: float, dtype: str, problem: str = "", is_rounding: bool | None = None) -> str:
     """Return the verdict on one tensor.
 
     Args:
@@ -37,6 +37,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
         dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
         problem: A problem that makes the tensor diverge regardless of the tolerance, such as an incorrect name, shape,
             or dtype, or a non-finite value. Empty if there is none.
+        is_rounding: Whether an error over the tolerance is known to be a rounding error. None if this is unknown.
 
     Raises:
         ValueError: If the tolerance is negative, infinite, or NaN.
@@ -47,7 +48,9 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
         return DIVERGES
     if error <= tolerance:
         return AGREES
-    return DIVERGES if dtype == "float64" else IMPRECISE
+    if is_rounding is None:
+        is_rounding = dtype != "float64"
+    return IMPRECISE if is_rounding else DIVERGES
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,19 @@ class Author:
     stage: str
 
     def compared(
-        self, path: str, tap: str, error: float, tolerance: float, *, problem: str = "", detail: str = ""
+        self,
+        path: str,
+        tap: str,
+        error: float,
+        tolerance: float,
+        *,
+        problem: str = "",
+        detail: str = "",
+        is_rounding: bool | None = None,
     ) -> Finding:
         """Return the finding about one tensor."""
         error = math.inf if problem else error
-        verdict = decide(error, tolerance, self.dtype, problem)
+        verdict = decide(error, tolerance, self.dtype, problem, is_rounding)
         return self._finding(path, tap, error, tolerance, verdict, problem or detail)
 
     def round_trip(self, problem: str) -> Finding:
@@ -118,6 +129,8 @@ class Coverage:
         planned: The number of cases, keyed by stage and dtype.
         elsewhere: The dtypes that were not requested but in which a stage has cases, keyed by stage.
         unproven: The reasons why this port's agreement with the reference would be meaningless.
+        tells_rounding: Whether errors in float32 were tested for being rounding errors. If so, a bug can be
+            distinguished from lost precision without float64.
     """
 
     port: str
@@ -127,6 +140,7 @@ class Coverage:
     planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unproven: Sequence[str] = ()
+    tells_rounding: bool = False
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
         """Describe each requested stage or dtype for which too few cases were compared.
@@ -204,7 +218,8 @@ class Verdict:
         for finding in findings:
             by_port.setdefault(finding.backend, []).append(finding)
         missing = [why for entry in asked for why in entry.missing(by_port[entry.port])]
-        undecided = [name for name, own in by_port.items() if _is_undecided(own)]
+        decided = {entry.port for entry in asked if entry.tells_rounding}
+        undecided = [name for name, own in by_port.items() if name not in decided and _is_undecided(own)]
         worst = max((_of_port(own) for own in by_port.values()), key=SEVERITY.index, default=FAILED)
         incomplete = (missing or undecided) and worst != DIVERGES
         return cls(FAILED if incomplete else worst, tuple(missing), tuple(undecided))

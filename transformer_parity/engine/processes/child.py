@@ -147,7 +147,7 @@ class Child:
         with suppress(OSError, EOFError), stream:
             self._skip_to_start(stream)
             while True:
-                message = self._understood(messages.receive_parts(stream))
+                message = self._understood(stream)
                 self.silence.heard()
                 with self._news:
                     self._received.append(message)
@@ -168,7 +168,14 @@ class Child:
             self.process.kill()
             raise EOFError("nothing more is read") from error
 
-    def _understood(self, content: list[bytearray]) -> Any:
+    def _understood(self, stream: IO[bytes]) -> Any:
+        """Return the next message. If other code has written to the pipe, its text is read as the sizes of arrays."""
+        try:
+            content = messages.receive_parts(stream)
+        except (MemoryError, OverflowError) as error:
+            self._unreadable = "the process wrote to a pipe that is reserved for messages"
+            self.process.kill()
+            raise EOFError("nothing more is read") from error
         try:
             return messages.unpickled(content)
         except (Exception, SystemExit) as error:  # unpickling may import a module, which may raise any exception

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,6 +26,7 @@ def envelope(
     compares: bool = True,
     environment: Mapping[str, Mapping[str, Any]] | None = None,
     seconds: float,
+    introduced: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the result of a command as built-in Python types that can be written as JSON.
 
@@ -36,6 +37,7 @@ def envelope(
         compares: Whether the command compares implementations. If False, the result has no verdict.
         environment: Versions, devices, and settings, keyed by backend.
         seconds: The duration of the command in seconds.
+        introduced: The names of the tensors at which differences start; None if the command doesn't locate any.
     """
     return plain(
         {
@@ -45,6 +47,7 @@ def envelope(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "verdict": WORDS[exit_code] if compares else None,
             "exit_code": exit_code,
+            **({} if introduced is None else {"introduced": introduced}),
             "machine": describe_machine(),
             "environment": environment or {},
             "seconds": seconds,

@@ -116,8 +116,18 @@ def verdict_line(
     backends: Sequence[str],
     seconds: float,
     spent: Mapping[str, Compiled] | None = None,
+    trusted: str = "",
 ) -> Text:
-    """Return the last line of a report, which shows the verdict, the number of comparisons, and the time."""
+    """Return the last line of a report, which shows the verdict, the number of comparisons, and the time.
+
+    Args:
+        verdict: The verdict.
+        findings: All findings.
+        backends: The names of the ports.
+        seconds: The duration of the comparison.
+        spent: The CPU time of each port.
+        trusted: The name of the implementation that the ports were compared with; empty for the NumPy reference.
+    """
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(
@@ -137,7 +147,8 @@ def verdict_line(
         counted += f"; {len(verdict.missing)} requested but not compared" if verdict.missing else ""
     compiling = [f"{name} {port.compiling:.0f} s" for name, port in (spent or {}).items() if port.compiling]
     counted += f"; {seconds:.0f} s" + (f" (compiling: {', '.join(compiling)})" if compiling else "")
-    return Text(verdict.word, STYLES[verdict.verdict]) + Text(f"  {counted}.", "default")
+    said = f"{verdict.word} with {trusted}" if trusted else verdict.word
+    return Text(said, STYLES[verdict.verdict]) + Text(f"  {counted}.", "default")
 
 
 def print_table(console: Console, title: str, table: Table) -> None:

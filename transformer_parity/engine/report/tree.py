@@ -51,7 +51,9 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
     """
     root = Node("")
     for mark in marks:
-        kind, _, path = mark.name.rpartition(" ")
+        kind, _, path = mark.name.partition(" ")
+        if kind not in TITLES:
+            kind, path = "", mark.name
         node = root
         for name in [*([TITLES[kind]] if kind else []), *_path(path)]:
             if not node.parts or node.parts[-1].name != name or node.parts[-1].mark is not None:
@@ -94,15 +96,16 @@ def first_places(marks: Iterable[Mark]) -> dict[str, int]:
     return {names[0]: len(names) - 1 for names in places.values()}
 
 
-def print_blame(console: Console, blame: Blame) -> None:
+def print_blame(console: Console, blame: Blame, trusted: str = "reference") -> None:
     """Print the tree of a model's blocks. A part is expanded only if it contains differences.
 
     Args:
         console: The console to print to.
         blame: The result of the localization.
+        trusted: The word for the implementation that the port was compared with.
     """
     title = Text(f"{blame.backend} {blame.dtype} {blame.case}", "bold")
-    title += Text(f"\n{WAYS[blame.replayed]}", "dim")
+    title += Text(f"\n{WAYS[blame.replayed].replace('reference', trusted)}", "dim")
     if all(mark.verdict == FINE for mark in blame.marks):
         console.print(title)
         what = "gradients" if any(mark.name.startswith("at ") for mark in blame.marks) else "tensors"

@@ -17,11 +17,11 @@ from typing import Any
 
 from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.processes.messages import Broken, Parent
+from transformer_parity.engine.system.kept_programs import kept_by_tensorflow
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import SENTENCES, Case
 from transformer_parity.transformer.cases.for_ports import port_config
-from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow
 from transformer_parity.transformer.check.messages import (
     AllCasesCompared,
     AllCasesRan,

@@ -17,10 +17,10 @@ from transformer_parity.engine.findings import Kept
 from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEndedError, StartError
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
 from transformer_parity.engine.processes.messages import Broken
+from transformer_parity.engine.system.kept_programs import keep_programs
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.check.checked_port import CheckedPort, free_label, give_labels
-from transformer_parity.transformer.check.kept_programs import keep_programs
 from transformer_parity.transformer.check.messages import (
     AllCasesCompared,
     AllCasesRan,

@@ -15,7 +15,7 @@ from transformer_parity.engine.tolerances import NotFiniteError
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import run_cases
-from transformer_parity.transformer.ports.protocol import Implementation, Placements
+from transformer_parity.transformer.ports.protocol import AnyPort, Placements
 from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import PathTensors
@@ -23,7 +23,7 @@ from transformer_parity.transformer.stages.stage import PathTensors
 
 def compare(
     cases: Iterable[Case],
-    port: Implementation,
+    port: AnyPort,
     setting: Placements,
     progress: Callable[[str], None] = lambda text: None,
     kept: Kept | None = None,

@@ -14,12 +14,12 @@ from transformer_parity.engine.tensors import Tensors, digest, given, plain
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.package import PackagePort
-from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, LoadedPort, Placement
 from transformer_parity.transformer.stages.registry import STAGES
 
 
 def run_cases(
-    cases: Iterable[Case], port: Implementation, placements: Sequence[Placement], progress: Callable[[str], None]
+    cases: Iterable[Case], port: AnyPort, placements: Sequence[Placement], progress: Callable[[str], None]
 ) -> Iterator[Outputs]:
     """Run every case on a port in every dtype. Cases with the same config and weights share a loaded model.
 
@@ -43,7 +43,7 @@ def run_cases(
 
 def _run_group(
     cases: Sequence[Case],
-    port: Implementation,
+    port: AnyPort,
     weights: Mapping[str, ndarray],
     placement: Placement,
     progress: Callable[[str], None],
@@ -74,7 +74,7 @@ def _run_group(
         yield outputs
 
 
-def _variant(port: Implementation, case: Case) -> Implementation:
+def _variant(port: AnyPort, case: Case) -> AnyPort:
     """Return the variant of a port that runs a case. If ``case.formulas`` is set, packages don't use ``fast.py``."""
     return replace(port, fast=False) if case.formulas and isinstance(port, PackagePort) else port
 
@@ -88,7 +88,7 @@ def why_left_out(case: Case, port: object) -> str:
     return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")
 
 
-def call_before(case: Case, loaded: LoadedPort, port: Implementation, placement: Placement) -> None:
+def call_before(case: Case, loaded: LoadedPort, port: AnyPort, placement: Placement) -> None:
     """Make the calls that precede a case. A call whose model differs from the case's model runs on a second model.
 
     The results of these calls are not compared here, because each call is also a separate case.

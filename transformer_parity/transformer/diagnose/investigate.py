@@ -80,7 +80,7 @@ from transformer_parity.transformer.diagnose.statements import (
     with_first,
     within_stage,
 )
-from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
+from transformer_parity.transformer.ports.protocol import AnyPort, LoadedPort, Placements
 from transformer_parity.transformer.stages.registry import STAGES
 
 
@@ -143,7 +143,7 @@ class Investigation:
         view: Function that converts the evidence to the data that the HTML page shows.
     """
 
-    port: Implementation
+    port: AnyPort
     setting: Placements
     reference: str
     directory: Path | None = None

@@ -18,7 +18,7 @@ from transformer_parity.transformer.decoding.prefixes import searched_log_probab
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.evidence.properties import SAME, output
 from transformer_parity.transformer.diagnose.measured.search import before_the_end, facts, read_before, returned
-from transformer_parity.transformer.ports.protocol import Implementation, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
@@ -34,7 +34,7 @@ FULL = (
 
 
 def beside_forward(
-    port: Implementation, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
+    port: AnyPort, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
 ) -> str:
     """Report that ``forward`` itself is wrong, or that greedy search chooses different tokens than ``forward``.
 

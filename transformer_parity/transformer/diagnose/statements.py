@@ -11,15 +11,15 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.localization import Evidence
+from transformer_parity.engine.signatures import SAME, narrowed
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged_gradients
 from transformer_parity.transformer.diagnose.evidence.operands import of_operands
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
-from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import places, signatures
 
 # Advice for users, if the difference is a convention.
 IN_PORT = "fix the port or, if this change is intentional, declare it: overrides = {!r}"

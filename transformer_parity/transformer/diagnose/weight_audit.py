@@ -13,14 +13,14 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.signatures import SAME
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
 from transformer_parity.transformer.diagnose.evidence.blame import distance
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.properties import CALLS
-from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, LoadedPort, Placement
 
 USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRITTEN = (
     "used",
@@ -76,7 +76,7 @@ class _OverwrittenError(Exception):
 
 
 def audit(
-    port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
+    port: AnyPort, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
 ) -> list[Fate]:
     """Determine where and how a port uses each weight.
 
@@ -92,7 +92,7 @@ def audit(
         return [Fate(str(error), OVERWRITTEN, "forward() modifies its input; copy the array first")]
 
 
-def _audit(port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
+def _audit(port: AnyPort, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
     weights = dict(case.load_weights())
 
     def run(changed: Weights) -> dict[str, ndarray]:

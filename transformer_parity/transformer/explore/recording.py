@@ -18,7 +18,7 @@ from transformer_parity.engine.verdict import Author, Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.evidence.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
-from transformer_parity.transformer.ports.protocol import Implementation, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
@@ -94,7 +94,7 @@ def record(
     config: TransformerConfig,
     weights: Arrays,
     inputs: Arrays,
-    ports: Sequence[Implementation],
+    ports: Sequence[AnyPort],
     dtype: str,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Recording:

@@ -2,17 +2,11 @@
 
 For attention scores, attention weights, the first wrong tap, and the inputs of the first wrong tap, the page contains
 each value. For all other taps, it contains only norms over the channels.
-
-All values are stored as float32 in one buffer. For better compression, each of the port's values is XORed with the
-corresponding reference value, so that few bits are nonzero. In addition, bytes of the same significance are stored next
-to each other.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.localization import Evidence
+from transformer_parity.engine.report.buffer import Buffer
 from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
@@ -29,32 +24,6 @@ ATTENTION = ("scores", "weights")
 MOST_WEIGHTS = 150_000
 MOST_CHANNELS = 2048  # maximum number of channels for which full values are stored
 SIDES = ("source", "target")
-
-
-class Buffer:
-    """A buffer that stores float32 values and encodes them as text."""
-
-    def __init__(self) -> None:
-        self.parts: list[ndarray] = []
-        self.size = 0
-
-    def add(self, values: ndarray, relative_to: ndarray | None = None) -> int:
-        """Append values, XORed with ``relative_to`` if given, and return the offset of the first value."""
-        bits = _bits(values)
-        place, self.size = self.size, self.size + bits.size
-        self.parts.append(bits if relative_to is None else bits ^ _bits(relative_to))
-        return place
-
-    def encoded(self) -> str:
-        """Return the compressed content as base64. The least significant bytes of all values come first."""
-        bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
-        planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
-        return base64.b64encode(zlib.compress(planes, 9)).decode()
-
-
-def _bits(values: ndarray) -> ndarray:
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(values, "<f4").ravel().view("<u4")
 
 
 def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class LoadedPort(Protocol):
         """Return a trainer with the methods ``train_step``, ``evaluate``, ``export_state``, and ``load_state``."""
 
 
-class Implementation(Protocol):
+class AnyPort(Protocol):
     """An implementation of the model."""
 
     @property

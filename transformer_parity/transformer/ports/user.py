@@ -168,7 +168,7 @@ class Port:
 
 
 class PluginPort:
-    """Adapter from a user's ``Port`` class to the ``Implementation`` protocol."""
+    """Adapter from a user's ``Port`` class to the ``AnyPort`` protocol."""
 
     def __init__(self, reference: str) -> None:
         self.reference = reference  # "module:class", or the name of an entry point

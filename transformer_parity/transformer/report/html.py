@@ -26,9 +26,9 @@ from transformer_parity.engine.report.matrix import (
     percent,
     percentage,
 )
+from transformer_parity.engine.report.page import environment, parts
 from transformer_parity.engine.report.tree import WAYS, Node, first_places, nodes
 from transformer_parity.engine.system.files import write_text
-from transformer_parity.transformer.explore.page import environment, parts
 from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Compare float64 tensors up to rounding errors, and describe ratios of tensors in terms of model or batch sizes."""
+"""Compute ratios of tensors, and describe them in terms of model or batch sizes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,15 @@ import math
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.attention import merge_heads
 from transformer_parity.transformer.cases.case import Case
 from transformer_spec.config import TransformerConfig
 
-SAME = 1e-9  # relative tolerance for float64 rounding errors
 EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a known value
-
-
-def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
-    """Return whether all errors are at most ``far``, relative to the largest element of the correct tensor."""
-    if actual.shape != wanted.shape:
-        return False
-    largest = max(float(np.abs(wanted).max(initial=0.0)), 1e-300)
-    return bool(np.abs(actual - wanted).max(initial=0.0) <= far * largest)
 
 
 def best_factor(actual: ndarray, wanted: ndarray) -> float:
     """Return the factor for which ``factor * wanted`` is closest to ``actual`` (least squares)."""
     return float(np.vdot(wanted, actual) / max(np.vdot(wanted, wanted), 1e-300))
-
-
-def written(factor: float) -> str:
-    """Return a factor as text, with enough digits to distinguish it from 1."""
-    return next(text for digits in (6, 9, 12, 17) if (text := f"{factor:.{digits}g}") != "1" or digits == 17)
-
-
-def without_heads(array: ndarray) -> ndarray:
-    """Reshape an array [B, H, L, d] to [B, L, H * d], and return arrays without a head axis unchanged."""
-    return merge_heads(array) if array.ndim == 4 else array
 
 
 def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:

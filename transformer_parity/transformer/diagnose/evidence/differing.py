@@ -13,8 +13,9 @@ from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import DIVERGES, Finding
+from transformer_parity.engine.signatures import SAME, written
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor, factor_in_words, written
+from transformer_parity.transformer.diagnose.evidence.closeness import best_factor, factor_in_words
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")

@@ -8,10 +8,10 @@ from itertools import takewhile
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.signatures import SAME, narrowed
 from transformer_parity.transformer.cases.case import GRADIENTS
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
-from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import signatures
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]

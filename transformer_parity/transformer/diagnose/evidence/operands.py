@@ -12,7 +12,7 @@ from numpy import ndarray
 from reference_numpy.functional import layer_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.engine.comparison import Arrays
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
+from transformer_parity.engine.signatures import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
 SAME_SCORE = 1e-6  # absolute tolerance for scores that are computed as logarithms of attention weights

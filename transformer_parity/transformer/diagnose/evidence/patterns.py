@@ -15,10 +15,11 @@ from numpy import ndarray
 from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.engine.signatures import SAME
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.evidence.circumstances import circumstances
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, factor_in_words
+from transformer_parity.transformer.diagnose.evidence.closeness import factor_in_words
 from transformer_parity.transformer.diagnose.evidence.differing import (
     Differing,
     by_factor,

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.signatures import ENOUGH, is_of
 from transformer_parity.engine.tensors import given, relative_error
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.blame import distance
-from transformer_parity.transformer.diagnose.evidence.signatures import ENOUGH, is_of
-from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
+from transformer_parity.transformer.ports.protocol import AnyPort, LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.padding import Read, before_padding
 from transformer_parity.transformer.stages.training_stage import LOSS
@@ -50,7 +50,7 @@ class _Runs:
     """Runs a port in one dtype and the reference in float64. The weights are arguments of the methods."""
 
     case: Case
-    port: Implementation
+    port: AnyPort
     placement: Placement
 
     def load(self, weights: Mapping[str, ndarray]) -> LoadedPort:
@@ -64,7 +64,7 @@ class _Runs:
         return output(self.load(weights), self.case.inputs, self.case.config) - expected, expected
 
 
-def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
+def lacking(case: Case, port: AnyPort, placement: Placement, noise: float = 0.0) -> list[str]:
     """Return the properties that a correct model has but a port lacks, in the order in which to investigate them.
 
     Args:
@@ -156,7 +156,7 @@ def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, n
     return f"float64 was requested, but every value has only float32 precision{remedy()}"
 
 
-def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[str, float]:
+def rounding(case: Case, port: AnyPort, placement: Placement) -> tuple[str, float]:
     """Return a message and the relative error if the port's error is a rounding error, or ``("", 0.0)`` otherwise.
 
     The test perturbs the weights slightly. The perturbation changes rounding errors randomly but hardly affects other

@@ -9,11 +9,10 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.signatures import SAME, is_of
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.cases.case import STEPS, Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing, by_factor, differ, factor_between
-from transformer_parity.transformer.diagnose.evidence.signatures import is_of
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import SNAPSHOTS, other_calls

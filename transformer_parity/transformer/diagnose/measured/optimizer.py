@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.signatures import SAME
 from transformer_parity.transformer.bugs.bug import Bug, instead
 from transformer_parity.transformer.bugs.candidates.step_variants import of_gradient
 from transformer_parity.transformer.bugs.optimizer import assumed
@@ -18,7 +19,7 @@ from transformer_parity.transformer.bugs.other_optimizers import T, formulas
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
 from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Attempt, Trials, observed
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.evidence.closeness import best_factor
 from transformer_parity.transformer.diagnose.evidence.differing import described
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

@@ -16,19 +16,14 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
+from transformer_parity.engine.signatures import SAME, is_close, written
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.bugs.candidates.step_variants import reduced_by
 from transformer_parity.transformer.bugs.optimizer import rate
 from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.diagnose.evidence.closeness import (
-    SAME,
-    best_factor,
-    factor_in_words,
-    is_close,
-    written,
-)
+from transformer_parity.transformer.diagnose.evidence.closeness import best_factor, factor_in_words
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 

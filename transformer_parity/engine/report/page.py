@@ -19,7 +19,7 @@ from transformer_parity.engine.style import BACKENDS, page_colors
 from transformer_parity.engine.system.files import write_text
 
 View = Mapping[str, Any]
-TEMPLATES = files("transformer_parity.transformer.explore") / "templates"
+TEMPLATES = files("transformer_parity.engine.report") / "templates"
 WORDS = {INTRODUCED: "introduced here", INHERITED: "inherited", FINE: "within tolerance"}
 
 
@@ -42,10 +42,10 @@ def page(view: View, about: Sequence[str]) -> str:
     return environment().get_template("page.html").render(view=view, about=about, **parts([view]))
 
 
-def environment(package: str = "transformer_parity.transformer.explore") -> Environment:
+def environment(package: str = "transformer_parity.engine.report") -> Environment:
     """Return a Jinja environment that loads the templates of a package and the templates of the explorer."""
     return Environment(
-        loader=ChoiceLoader([PackageLoader(package), PackageLoader("transformer_parity.transformer.explore")]),
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("transformer_parity.engine.report")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -11,6 +11,7 @@ document.addEventListener("toggle", sayClipped, true);
 for (const root of document.querySelectorAll(".explorer")) (async () => {
   const $ = selector => root.querySelector(selector);
   const view = JSON.parse($("script.view").textContent);
+  const trusted = view.trusted || "reference";
   const numbers = await unpack($("script.data").textContent.trim(), view.size);
   const options = [...root.querySelectorAll(".tap")];
   const list = $(".taps"), maps = $(".maps"), heads = $(".heads");
@@ -59,7 +60,10 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
   }
   function where() {
     const {heads: all} = layout(), at = tap();
-    const row = at.rows, column = at.columns, position = (side, i) => `${side} ${view.starts[side] + i} “${token(side, i)}”`;
+    const row = at.rows, column = at.columns, position = (side, i) => {
+      const at = `${view.starts[side] + i}`, text = token(side, i);
+      return text === at ? `${side} ${at}` : `${side} ${at} “${text}”`;
+    };
     const parts = all > 1 ? [`head ${state.head}`] : [];
     if (!at.full) {
       if (layout().rows > 1) parts.push(`head ${state.row}`);
@@ -248,7 +252,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     drawHeads(all);
     const both = Math.max(largest(reference), entry ? largest(value) : 0), apart = largest(difference);
     const name = view.ports[state.port], signed = at.full && !at.name.endsWith(".weights") ? "±" : "0 to ";
-    frames = [new Frame("reference", `float64, ${signed}${short(both)}`, reference, both)];
+    frames = [new Frame(trusted, `float64, ${signed}${short(both)}`, reference, both)];
     if (entry && "values" in entry) {
       frames.push(new Frame(name, `${view.dtype}, ${signed}${short(both)}`, value, both));
       if (apart) frames.push(new Frame(at.full ? "difference" : "norm of the difference",
@@ -291,7 +295,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
       });
       rows.push(row);
     };
-    line(["reference", exact(reference(i)), "", "", "", ""]);
+    line([trusted, exact(reference(i)), "", "", "", ""]);
     tap().ports.forEach((entry, number) => {
       const label = document.createElement("label"), input = document.createElement("input");
       input.type = "radio"; input.name = `port-${root.dataset.number}`; input.checked = number === state.port;
