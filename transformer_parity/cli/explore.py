@@ -15,10 +15,10 @@ from transformer_parity.apps.translate.trained import Trained, read_trained
 from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed, sentence
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.engine.report.envelope import envelope
+from transformer_parity.engine.report.page import write_page
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
-from transformer_parity.transformer.explore.page import write_page
 from transformer_parity.transformer.explore.recording import Recording, record
 from transformer_parity.transformer.explore.view import view
 from transformer_parity.transformer.ports.exceptions import import_port

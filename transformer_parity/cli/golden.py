@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
 from rich.text import Text
 
 from transformer_parity.cli.options import one_or_more
@@ -32,6 +34,8 @@ from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import Verdict
+from transformer_parity.pairs.directories import compare_arrays, is_pair
+from transformer_parity.pairs.report import document, print_result
 from transformer_parity.transformer.cases.case import in_stages, tiny
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.check.known_numbers import check_reference
@@ -182,6 +186,7 @@ examples:
   parity compare truth mine                      compare your results (mine) with the reference
   parity compare truth mine --stage activations  compare only the activations
   parity compare truth mine --json result.json
+  parity compare truth mine --names names.toml   compare arrays of any model (`parity pair --out truth`)
 
 The command reruns the NumPy reference on A's weights and inputs and compares both directories with the reference's
 results. For each result that is missing from B, the command reports a skipped result if B's manifest declares the
@@ -212,6 +217,12 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
         metavar=",".join(STAGES),
         help="compare only these stages (default: all stages in A)",
     )
+    parser.add_argument(
+        "--names",
+        type=Path,
+        metavar="FILE",
+        help="use this .toml file as the map from A's taps to B's, if A was written by `parity pair --out`",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.set_defaults(run=run_compare)
 
@@ -221,6 +232,8 @@ def run_compare(options: argparse.Namespace) -> int:
     console = make_console()
     started = time.monotonic()
     check_writable(options.json)
+    if is_pair(options.truth):
+        return _compare_arrays(options, console)
     check_reference()
     findings: list[Finding] = []
     reports: list[FailureReport] = []
@@ -251,6 +264,17 @@ def run_compare(options: argparse.Namespace) -> int:
         document = envelope("compare", result, exit_code=verdict.exit_code, seconds=time.monotonic() - started)
         write_results(document, (options.json, write_json))
     return verdict.exit_code
+
+
+def _compare_arrays(options: argparse.Namespace, console: Console) -> int:
+    """Compare two directories of arrays of any model."""
+    with refusals(OSError, ValueError):
+        given = {} if options.names is None else tomllib.loads(options.names.read_text("utf-8"))
+        result = compare_arrays(options.truth, options.candidate, given)
+    print_result(console, result)
+    if options.json is not None:
+        write_results(document(result, "compare"), (options.json, write_json))
+    return result.verdict.exit_code
 
 
 def _result(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.resources import files
 from keyword import iskeyword
@@ -16,7 +17,7 @@ FRAMEWORKS = ("torch", "jax", "tf", "other")
 NAME = "my_port"  # the module name in the templates, which is replaced by the name of the output file
 # Modules that ports import. PathFinder doesn't find the project's own modules if they are installed in editable mode.
 OURS = ("reference_numpy", "transformer_spec", "transformer_parity", "transformer_torch", "transformer_jax")
-IMPORTED = (*OURS, "transformer_tf", "torch", "jax", "flax", "optax", "tensorflow", "keras")
+IMPORTED = (*OURS, "transformer_tf", "torch", "jax", "flax", "optax", "tensorflow", "keras", "mlx", "equinox")
 EXAMPLES = """
 examples:
   parity init-port --framework torch                     write my_port.py
@@ -54,19 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file and return the exit code."""
     path: Path = options.out
-    if path.suffix != ".py" or not path.stem.isidentifier() or iskeyword(path.stem):
-        raise UsageError(
-            f"--out must be a .py file whose name is a valid module name, such as {NAME}.py: got {path.name}"
-        )
-    if _is_imported(path.stem):
-        raise UsageError(
-            f"--out {path.name} would hide the module {path.stem} from all code that imports this module; "
-            f"choose a different name, such as {NAME}.py"
-        )
-    if path.exists():
-        raise UsageError(f"{path} already exists; choose a different name with --out, or delete the file")
-    with refusals(OSError):
-        write_text(path, skeleton(options.framework, path.stem))
+    write_template(path, NAME, lambda: skeleton(options.framework, path.stem))
     print(f"Wrote {path}. It already agrees with the reference. Check it with parity or pytest:")
     if path.parent.resolve() != Path.cwd():  # `module:class` is imported from the current directory
         print(f"  cd {path.parent}")
@@ -76,6 +65,32 @@ def run(options: argparse.Namespace) -> int:
     print("check only the forward pass:")
     print(f"  parity check --port {path.stem}:MyPort --stage activations")
     return 0
+
+
+def write_template(path: Path, usual: str, source: Callable[[], str]) -> None:
+    """Write a template to a new file.
+
+    Args:
+        path: Path of the file.
+        usual: The default name of the module, which error messages suggest.
+        source: Function that returns the source code.
+
+    Raises:
+        UsageError: If the name can't be imported or would hide another module, or if the file exists.
+    """
+    if path.suffix != ".py" or not path.stem.isidentifier() or iskeyword(path.stem):
+        raise UsageError(
+            f"--out must be a .py file whose name is a valid module name, such as {usual}.py: got {path.name}"
+        )
+    if _is_imported(path.stem):
+        raise UsageError(
+            f"--out {path.name} would hide the module {path.stem} from all code that imports this module; "
+            f"choose a different name, such as {usual}.py"
+        )
+    if path.exists():
+        raise UsageError(f"{path} already exists; choose a different name with --out, or delete the file")
+    with refusals(OSError):
+        write_text(path, source())
 
 
 def _is_imported(name: str) -> bool:

@@ -32,6 +32,8 @@ COMMANDS = {
         "add_parser",
         "compare training on multiple devices with training on one",
     ),
+    "pair": ("pair", "add_parser", "compare any two implementations of any model"),
+    "init-pair": ("init_pair", "add_parser", "write a template for `pair`: two implementations that already agree"),
     "init-port": ("init_port", "add_parser", "write a port template that already agrees with the reference"),
     "golden": ("golden", "add_parser", "write golden vectors: the inputs, weights, and results of a model, as files"),
     "compare": (
@@ -62,6 +64,7 @@ RESULTS = {
     "check": ("--json", "--html"),
     "check-distributed": ("--json", "--html"),
     "compare": ("--json",),
+    "pair": ("--json", "--html"),
     "selftest": ("--json",),
     "evaluate": ("--json",),
     "import": ("--json",),

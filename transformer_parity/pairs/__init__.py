@@ -1,0 +1,1 @@
+"""Compare any two implementations of any model."""

@@ -1,0 +1,1 @@
+"""Compare the tensors of two implementations."""

@@ -1,0 +1,61 @@
+"""Tell whether an error comes from rounding or from a different formula.
+
+A different formula has an error that is a smooth function of the weights. If all weights change by about 1%, its error
+stays almost the same. Rounding errors are different every time, and therefore don't correlate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.pairs.compare.difference import kept
+from transformer_parity.pairs.compare.stages import Runs
+from transformer_parity.pairs.compare.truth import Truth
+from transformer_parity.pairs.contract.arrays import cast
+from transformer_parity.pairs.contract.implementation import Arrays
+
+CHANGE = 2.0**-6  # relative change of the weights, which is more than a rounding error of bfloat16
+DRAWS = 3
+REPRODUCED = 0.5  # smallest correlation of the errors of a different formula
+
+
+def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, names: list[str]) -> dict[str, float]:
+    """Return how much the errors of a port correlate with its errors after small changes of all weights.
+
+    Args:
+        truth: The original.
+        runs: The runs of both implementations.
+        stage: The stage.
+        batch: The number of the batch.
+        dtype: The working dtype of the port.
+        names: The names of the tensors.
+    """
+    usual = _errors(truth, runs, stage, batch, dtype, None)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(DRAWS):
+        weights = truth.perturbed(dtype, CHANGE, 1000 + seed)
+        changed = _errors(truth, runs, stage, batch, dtype, weights)
+        for name in names:
+            if name in usual and name in changed:
+                found[name].append(_cosine(usual[name], changed[name]))
+    return {name: float(np.mean(values)) if values else 1.0 for name, values in found.items()}
+
+
+def _errors(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, weights: Arrays | None) -> Tensors:
+    if weights is None:
+        exact, port = truth.exact(dtype), runs.port.model(truth.model(dtype).weights, dtype)
+    else:
+        exact = truth.original.model(cast(weights, truth.dtype), truth.dtype)
+        port = runs.port.model(weights, dtype)
+    expected, actual = runs.run(stage, exact, batch), runs.run(stage, port, batch)
+    return {
+        name: np.where(kept(value) & kept(actual[name]), np.asarray(actual[name], np.float64) - value, 0.0)
+        for name, value in expected.items()
+        if name in actual and actual[name].shape == value.shape
+    }
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    size = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(np.sum(first * second)) / size if size else 0.0

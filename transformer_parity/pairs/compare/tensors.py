@@ -1,0 +1,107 @@
+"""Compare the tensors of a port with the tensors of the original, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from transformer_parity.engine.findings import Finding
+from transformer_parity.engine.outputs import TAPS
+from transformer_parity.engine.system.errors import printable
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.verdict import Author
+from transformer_parity.pairs.compare.difference import difference, problem
+from transformer_parity.pairs.compare.names import Names
+from transformer_parity.pairs.compare.rounding import REPRODUCED
+from transformer_parity.pairs.compare.stages import OUTPUT, plain_name
+from transformer_parity.pairs.compare.truth import Tolerances
+from transformer_parity.pairs.contract.arrays import is_float
+
+STAYS = "the error stays the same if all weights change by 1%, so it doesn't come from rounding"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One compared tensor, before it is known whether its error comes from rounding.
+
+    Attributes:
+        author: The object that creates the finding.
+        name: The name of the tensor.
+        error: The relative error; infinite if there is a problem.
+        tolerance: The largest accepted error.
+        problem: A problem that makes the tensor diverge regardless of the tolerance.
+        detail: A description of a near-tie.
+    """
+
+    author: Author
+    name: str
+    error: float
+    tolerance: float
+    problem: str = ""
+    detail: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the tensor differs by more than the tolerance."""
+        return bool(self.problem) or not self.error <= self.tolerance
+
+    def finding(self, correlation: float) -> Finding:
+        """Return the finding.
+
+        Args:
+            correlation: The correlation of the error with the errors after small changes of the weights; see
+                ``rounding``.
+        """
+        detail = self.detail
+        if self.is_wrong and not self.problem and correlation > REPRODUCED and self.author.dtype != "float64":
+            detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {STAYS}"
+        return self.author.compared(
+            TAPS,
+            printable(plain_name(self.name)),
+            self.error,
+            self.tolerance,
+            problem=self.problem,
+            detail=detail,
+            is_rounding=correlation <= REPRODUCED,
+        )
+
+
+def compare_tensors(
+    author: Author,
+    tolerances: Tolerances,
+    actual: Tensors,
+    expected: Tensors,
+    names: Names | None,
+    ties: Mapping[str, int],
+) -> Iterator[Compared]:
+    """Yield the comparison of every output, and of every tap that has a declared counterpart.
+
+    Args:
+        author: The object that creates the findings.
+        tolerances: The largest accepted errors.
+        actual: The tensors of the port.
+        expected: The tensors of the original.
+        names: The correspondence of the taps; None if all tensors are results.
+        ties: The number of different decisions in each tensor whose decisions differ only at near-ties.
+    """
+    for text in names.problems if names else ():
+        yield Compared(author, "names", math.inf, 0.0, text)
+    for name in actual:
+        if name not in expected:
+            yield Compared(author, name, math.inf, 0.0, "the original has no such tensor")
+    for name, value in expected.items():
+        is_result = names is None or name.startswith(OUTPUT)
+        if not is_result and name not in names.declared:  # type: ignore[union-attr]
+            continue
+        if name not in actual:
+            yield Compared(author, name, math.inf, 0.0, "the port doesn't return this tensor")
+            continue
+        limit = tolerances.limit(name) if is_float(value) else 0.0
+        if ties.get(name):
+            detail = f"{ties[name]} of {value.size} decisions differ at near-ties"
+            yield Compared(author, name, 0.0, limit, detail=detail)
+        elif text := problem(actual[name], value, author.dtype, is_result):
+            yield Compared(author, name, math.inf, limit, text)
+        else:
+            yield Compared(author, name, difference(actual[name], value, tolerances.scale(name)), limit)

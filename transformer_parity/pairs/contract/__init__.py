@@ -1,0 +1,1 @@
+"""The contract of an implementation, and the tools for writing one."""

@@ -1,0 +1,1 @@
+"""Find the place and the cause of a difference between two implementations."""

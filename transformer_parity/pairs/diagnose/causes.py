@@ -1,0 +1,110 @@
+"""Name the cause of a difference, without knowledge of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from numpy import ndarray
+
+from transformer_parity.engine.localization import PORT
+from transformer_parity.engine.outputs import is_output
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.pairs.compare.difference import difference
+from transformer_parity.pairs.compare.stages import FORWARD, Runs, plain_name
+from transformer_parity.pairs.compare.truth import ALL_EPS, Truth
+from transformer_parity.pairs.diagnose.dependence import dependence
+from transformer_parity.pairs.diagnose.locate import Located
+from transformer_parity.pairs.diagnose.recognize import Recognized, recognize
+from transformer_parity.pairs.diagnose.trials import WrongTensor, weight_trials
+from transformer_parity.pairs.run.side import RunError, SideModel
+
+FAR = {"float64": 1e-9}  # relative error above which an element is wrong
+FAR_IN_EPS = 64.0  # the same in narrower dtypes, in units of eps
+LEAST_VALUES = 8  # a tensor with fewer values shows no pattern
+PATIENCE = 60.0  # seconds after which no further causes are tried
+
+
+def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
+    """Return the recognized causes of a difference, starting with the most specific.
+
+    Args:
+        truth: The original.
+        runs: The runs of both implementations.
+        located: The tensors at which the difference starts.
+    """
+    if not located.names:
+        return []
+    deadline = time.monotonic() + PATIENCE
+    subject = _subject(truth, runs, located)
+    found: list[Recognized] = []
+    ways: tuple[Callable[[], Iterator[Recognized]], ...] = (
+        lambda: _random(subject),
+        lambda: _by_values(truth, runs, located, subject),
+        lambda: weight_trials(subject, deadline),
+        lambda: dependence(truth, runs, located) if located.stage == FORWARD else iter(()),
+    )
+    for way in ways:
+        with suppress(KeyError, RunError, ValueError):  # the port may lack a tensor, or reject changed weights
+            for one in way():
+                if one.sentence not in [other.sentence for other in found]:
+                    found.append(one)
+                if one.kind == "randomness":
+                    return found
+        if time.monotonic() > deadline:
+            break
+    return [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}") for one in found]
+
+
+def _subject(truth: Truth, runs: Runs, located: Located) -> WrongTensor:
+    """Return the tensor at which the difference starts, and functions that recompute it from weights."""
+    dtype, batch, evidence = located.dtype, located.batch, located.evidence
+    given: Tensors = {}
+    if evidence is not None and evidence.blame.replayed == PORT:
+        given = {key: value for key, value in evidence.expected.items() if not is_output(key)}
+
+    def run(model: SideModel) -> Tensors:
+        return runs.forward(model, batch, given) if given else runs.run(located.stage, model, batch)
+
+    usual = run(runs.port.model(truth.model(dtype).weights, dtype))
+    present = [name for name in located.names if name in usual]
+    name = next((name for name in present if usual[name].size >= LEAST_VALUES), (present or located.names)[0])
+
+    def of(model: SideModel) -> ndarray:
+        if name not in (found := run(model)):
+            raise RunError(f"{model.side.name} doesn't return {plain_name(name)}")
+        return found[name]
+
+    def original(weights: Tensors) -> ndarray:
+        return of(truth.original.model(weights, truth.dtype))
+
+    def port(weights: Tensors) -> ndarray:
+        return of(runs.port.model(weights, dtype))
+
+    far = FAR.get(dtype, FAR_IN_EPS * ALL_EPS[dtype])
+    return WrongTensor(name, dict(truth.exact(dtype).weights), dict(truth.model(dtype).weights), original, port, far)
+
+
+def _random(subject: WrongTensor) -> Iterator[Recognized]:
+    first, second = subject.port(subject.port_weights), subject.port(subject.port_weights)
+    if difference(second, first) > subject.far:
+        yield Recognized(
+            "randomness", "the port returns different values from call to call, as with dropout in training mode"
+        )
+
+
+def _by_values(truth: Truth, runs: Runs, located: Located, subject: WrongTensor) -> Iterator[Recognized]:
+    """Yield the patterns in the values of the first wrong tensor."""
+    name, evidence = subject.name, located.evidence
+    if evidence is not None and name in evidence.isolated and name in evidence.wanted:
+        actual, wanted = evidence.isolated[name], evidence.wanted[name]
+    else:
+        actual, wanted = subject.port(subject.port_weights), subject.original(subject.weights)
+    earlier: Tensors = {}
+    if located.stage == FORWARD:
+        taps = truth.exact(located.dtype).forward(truth.batches[located.batch]).taps
+        before = list(taps)[: list(taps).index(name)] if name in taps else list(taps)
+        floats = {key: value for key, value in truth.batches[located.batch].items() if value.dtype.kind == "f"}
+        earlier = {**floats, **{key: taps[key] for key in before}}
+    yield from recognize(actual, wanted, earlier, subject.weights, subject.far)

@@ -1,0 +1,1 @@
+"""Run each of two implementations in a separate process."""
