@@ -11,8 +11,9 @@ from threading import Barrier
 
 import pytest
 from attacks import table
-from attacks.attack import FAILS, TOLERATED, Attack
+from attacks.attack import Attack
 from attacks.options import TESTS
+from attacks.words import FAILS, TOLERATED
 
 FEW = 1
 DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "attacks.md"

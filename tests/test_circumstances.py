@@ -29,6 +29,7 @@ from translate_runs import save
 
 from reference_numpy import TransformerConfig, init_weights
 from transformer_parity.apps.checkpoints import importer
+from transformer_parity.cli.init_pair import template
 from transformer_parity.cli.main import COMMANDS
 from transformer_spec.files import load_weights, save_weights
 
@@ -68,6 +69,8 @@ RUNS = {
         "check-distributed --port one:One --dtype float64 --json {out}/a.json --html {out}/a.html",
         3,  # the port doesn't support training
     ),
+    "init-pair": ("init-pair --framework numpy --out {out}/toys.py", 0),
+    "pair": ("pair {have}/my_pair.py --seeds 1 --dtype float64 --json {out}/a.json", 0),
     "init-port": ("init-port --framework other --out {out}/mine.py", 0),
     "golden": ("golden --dtype float64 --out {out}/golden", 0),
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
@@ -106,6 +109,7 @@ class Server:
         self.directory, self.have = directory, directory / "have"
         self.have.mkdir()
         (self.have / "one.py").write_text(PORT)
+        (self.have / "my_pair.py").write_text(template("numpy", "numpy"))
         (self.have / "text").write_text("abc\nde\n" * 9)
         save(self.have / "model", *lively())
         config = TransformerConfig.preset("marian", **SMALL)

@@ -7,12 +7,12 @@ import pytest
 from numpy import ndarray
 
 import reference_numpy
+from transformer_parity.engine.signatures import narrowed
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged, returned_in_words
-from transformer_parity.transformer.diagnose.evidence.signatures import narrowed
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port

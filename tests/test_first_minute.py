@@ -62,7 +62,9 @@ def test_help_fits_the_line_width_and_shows_an_example(name, capsys, monkeypatch
         assert f"  parity {name}" in out  # an example
 
 
-@pytest.mark.parametrize("name", ["golden", "compare", "explore", "init-port", "evaluate", "bench"])
+@pytest.mark.parametrize(
+    "name", ["golden", "compare", "explore", "init-pair", "init-port", "pair", "evaluate", "bench"]
+)
 def test_missing_arguments_error_refers_to_the_examples(name, capsys):
     code, _, err = parity(capsys, name)
     assert code == 3

@@ -34,7 +34,7 @@ FRAMEWORKS = {
 OPTIONAL = {"orbax"}  # only for directories of sharded checkpoints
 ENGINE = f"{PARITY}/engine"
 # Templates in transformer_parity import a framework only to show users how. They are copied, not imported.
-TEMPLATES = f"{PARITY}/transformer/ports/templates/"
+TEMPLATES = (f"{PARITY}/transformer/ports/templates/", f"{PARITY}/pairs/templates/")
 
 
 def outside(package: str, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:

@@ -16,7 +16,12 @@ LONG_SIGNATURES = {
     for package in BACKENDS
     for search in ("greedy_search", "beam_search", "sample")
 }
-SAME_NAMES = {"MyPort": "each template of `parity init-port` defines this class, and a user copies only one template"}
+SAME_NAMES = {
+    "MyPort": "each template of `parity init-port` defines this class, and a user copies only one template",
+    **dict.fromkeys(
+        ("Port", "Role", "RoleBlock", "RoleModel"), "`parity init-pair` copies two of these classes and renames them"
+    ),
+}
 
 
 def sources(*directories: str) -> dict[str, str]:

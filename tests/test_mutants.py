@@ -286,6 +286,14 @@ def test_tolerances_match_the_listed_values():
             "float64": {"loss": 1e-13, "whole": 1e-11, "tensor": 1e-10},
             "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
         },
+        "pair": {
+            "float64": {"ratio": 16.0, "floor": 1e-12, "most": 1e-4},
+            "rounded": {
+                "ratio": 4.0,
+                "floor_in_eps": 4.0,
+                "most": {"float32": 0.02, "float16": 0.2, "bfloat16": 0.5},
+            },
+        },
         "decode": {"float64": {"score": 1e-12, "tie": 1e-12}, "float32": {"ratio": 4.0, "floor_in_eps": 4.0}},
         "steps": {
             "float64": {"loss": 1e-10, "tensor": 1e-10, "rate": 5e-7},

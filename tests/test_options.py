@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from transformer_parity.cli.main import COMMANDS, make_parser
 
-MOST = 150
+MOST = 170
 
 
 def innermost(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

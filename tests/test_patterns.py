@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.engine.signatures import written
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
-from transformer_parity.transformer.diagnose.evidence.closeness import written
 from transformer_parity.transformer.diagnose.evidence.differing import Differing, described
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32

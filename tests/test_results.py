@@ -21,8 +21,8 @@ from transformer_parity.cli.main import COMMANDS, RESULTS, main, make_parser
 from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_spec.config import TransformerConfig
 
-ELSEWHERE = {"check-distributed": "test_distributed", "selftest": "test_selftest"}
-SILENT = {"init-port", "golden", "checkpoint", "source", "show"}  # write files or text but no JSON result
+ELSEWHERE = {"check-distributed": "test_distributed", "pair": "test_init_pair", "selftest": "test_selftest"}
+SILENT = {"init-pair", "init-port", "golden", "checkpoint", "source", "show"}  # write files or text but no JSON result
 PORT = """
 import reference_numpy
 from transformer_parity.plugin import Port

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from transformer_parity.engine.signatures import narrowed
 from transformer_parity.transformer.cases.case import tiny
-from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import places, signatures
 
 CONFIG = tiny()  # d_model 24, three heads, d_k 8, d_v 10
 RNG = np.random.default_rng(0)

@@ -304,6 +304,8 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
     config = ref.TransformerConfig.preset("marian", **SIZES)
     ref.save_weights("marian.safetensors", config, ref.init_weights(config, seed=0))
     export_checkpoint(load("marian.safetensors"), "hf", "opus-mt-en-de")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["init-pair", "--framework", "numpy"]) == main(["pair", "my_pair.py", "--out", "truth"]) == 0
     pages = [DOCS / "quickstart.md", DOCS / "reference" / "port-api.md", *sorted((DOCS / "how-to").glob("*.md"))]
     for page in pages:
         namespace: dict[str, object] = {}

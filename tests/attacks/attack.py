@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy import ndarray
 
+from attacks.words import FAILS, INCOMPLETE, REFUSED
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.ports.templates.other_port import MyPort
@@ -18,9 +19,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.taps import matches
 from transformer_spec.training_config import Gradients
 
-FAILS, INCOMPLETE, TOLERATED = "fails", "incomplete", "agrees"
-REFUSED = "fails or incomplete"  # both verdicts are correct, because neither is AGREE
-PORT, FILES, OPTIONS, PLACES = "port", "files", "options", "places"
+PORT, FILES, OPTIONS, PLACES, PAIRS = "port", "files", "options", "places", "pairs"
 BUSY = 60.0  # seconds without a message after which the process of a port is stopped
 
 
@@ -33,7 +32,7 @@ class Attack:
         what: A description in one or two sentences.
         expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` (the attack is harmless),
             or ``fails or incomplete``.
-        family: How the attack reaches the comparison: ``port``, ``files``, ``options`` or ``places``.
+        family: How the attack reaches the comparison: ``port``, ``files``, ``options``, ``places``, or ``pairs``.
         inject: A port as ``module:class``, or a function that runs the attack and returns the exit code and the output.
         says: Text that the output must contain.
         stages: The requested stages.

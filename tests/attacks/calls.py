@@ -17,7 +17,8 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy
-from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, inject
+from attacks.attack import Sound, attack, inject
+from attacks.words import FAILS, REFUSED, TOLERATED
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS
 from transformer_spec.taps import no_tap
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from attacks.attack import FAILS, FILES, INCOMPLETE, REFUSED, TOLERATED, Attack
+from attacks.attack import FILES, Attack
 from attacks.vectors import MANIFEST, Vectors, computed, rounded, truth
+from attacks.words import FAILS, INCOMPLETE, REFUSED, TOLERATED
 from transformer_parity.engine.findings import FAILED, Finding, failure
 from transformer_parity.engine.verdict import EXIT_CODES, Verdict
 from transformer_parity.transformer.golden.compare import compare_directories, read_pairs

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject, padded, showing
+from attacks.attack import Sound, attack, inject, padded, showing
+from attacks.words import FAILS, INCOMPLETE, REFUSED, TOLERATED
 from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS
 from transformer_parity.transformer.ports.templates.other_port import MyPort

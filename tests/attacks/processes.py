@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject
+from attacks.attack import Sound, attack, inject
+from attacks.words import INCOMPLETE, REFUSED, TOLERATED
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.cases.inputs import padded_ids
 from transformer_spec.config import TransformerConfig

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attacks.attack import FAILS, INCOMPLETE, PLACES, REFUSED, TOLERATED, Attack
+from attacks.attack import PLACES, Attack
+from attacks.words import FAILS, INCOMPLETE, REFUSED, TOLERATED
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"

@@ -13,7 +13,8 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy
-from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, inject
+from attacks.attack import Sound, attack, inject
+from attacks.words import FAILS, REFUSED, TOLERATED
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS
 from transformer_spec.training_config import Gradients
 

@@ -10,7 +10,9 @@ from functools import partial
 from importlib.util import find_spec
 
 from attacks import calls, offers, options, processes, provenance, stages, truths, unread, values
-from attacks.attack import FAILS, FILES, INCOMPLETE, OPTIONS, PLACES, PORT, PORTS, TOLERATED, Attack
+from attacks.attack import FILES, OPTIONS, PAIRS, PLACES, PORT, PORTS, Attack
+from attacks.pairs import files, methods, originals, outputs, run, settings
+from attacks.words import FAILS, INCOMPLETE, TOLERATED
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.engine.verdict import Verdict
@@ -30,6 +32,7 @@ FAMILIES = {
     FILES: "Attacks through golden vectors",
     OPTIONS: "Attacks through options",
     PLACES: "Attacks through copied code, cached bytecode and skipped tests",
+    PAIRS: "Attacks through pairs",
 }
 
 
@@ -59,7 +62,9 @@ class Outcome:
 def table() -> tuple[Attack, ...]:
     """Return every attack."""
     ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.inject.partition(":")[0]))
-    return (*ports, *truths.DIRECTORIES, *options.OPTIONS, *provenance.PLACED)
+    pairs = (*run.classes(outputs), *run.classes(methods), *run.classes(originals, are_originals=True))
+    pairs = (*pairs, *settings.ATTACKS, *files.ATTACKS)
+    return (*ports, *truths.DIRECTORIES, *options.OPTIONS, *provenance.PLACED, *pairs)
 
 
 def possible() -> list[Attack]:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import INCOMPLETE, TOLERATED
 from attacks.directories import DIRECTORIES as DIRECTORIES  # this module adds its attacks to the list
 from attacks.directories import EASIEST, FULL, LATER, OUTPUT, PADDED, Edit, vectors
 from attacks.vectors import Vectors, made, rounded
+from attacks.words import INCOMPLETE, TOLERATED
 from transformer_parity.transformer.cases.case import Case
 
 FIRST = ("source_embedding.output", "loss", "step 1 loss", "scores")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, TOLERATED, Sound, attack, inject, showing
+from attacks.attack import Sound, attack, inject, showing
+from attacks.words import FAILS, TOLERATED
 from reference_numpy.masks import causal_mask
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS
 from transformer_spec.training_config import TrainingConfig

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject, padded, showing
+from attacks.attack import Sound, attack, inject, padded, showing
+from attacks.words import FAILS, INCOMPLETE, REFUSED, TOLERATED
 from reference_numpy.functional import log_softmax
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_spec.config import TransformerConfig

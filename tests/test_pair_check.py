@@ -1,0 +1,175 @@
+"""``parity pair`` on a NumPy model: verdicts, places, and causes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pair_models
+import pytest
+from pair_models import Original
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, IMPRECISE
+from transformer_parity.pair import assert_parity
+from transformer_parity.pairs.assertion import _import
+from transformer_parity.pairs.check import compare_pair
+from transformer_parity.pairs.result import PairResult, Settings
+
+
+def compared(port: str, original: str = "Original", names=None, **settings) -> PairResult:
+    kinds = [getattr(pair_models, name) for name in (original, port)]
+    return compare_pair(*(_import(kind()) for kind in kinds), Settings(**settings), names or {})
+
+
+def test_different_algorithms_agree_in_every_stage():
+    result = compared("Port")
+    assert result.verdict.word == "AGREE"
+    assert result.introduced == []
+    assert {(one.stage, one.dtype) for one in result.findings} == {
+        (stage, dtype) for stage in ("forward", "gradients") for dtype in ("float64", "float32")
+    }
+    assert {one.tap for one in result.findings if one.stage == "forward"} == {"norm", "gate", "up", "hidden", "logits"}
+    assert result.replaced == ["norm.weight", "norm.bias", "head.bias"]
+    assert max(one.ratio for one in result.findings) < 0.5
+
+
+BUGS = {  # port: (place, kind)
+    "Epsilon": ("norm", "epsilon"),
+    "Activation": ("hidden", "activation"),
+    "SwappedWeights": ("gate", "swapped weights"),
+    "WithoutBias": ("logits", "offset"),
+    "OverBatch": ("logits", "batch dependence"),
+    "LooksAhead": ("logits", "mask"),
+    "Random": ("hidden", "randomness"),
+    "ForgetsLoss": ("head.bias", "factor"),
+    "EpsilonFloat32": ("norm", "epsilon"),
+    "Renamed": ("norm", "epsilon"),
+    "IgnoresTaps": ("norm", "epsilon"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bug_is_found_located_and_named(bug):
+    place, kind = BUGS[bug]
+    result = compared(bug, names=getattr(getattr(pair_models, bug), "names", None))
+    assert result.verdict.word == "DIVERGE"
+    assert result.introduced[0] == place
+    assert kind in [named.kind for named in result.named]
+
+
+@pytest.mark.parametrize("rounds", ["InFloat16", "InFloat16Float32"])
+def test_rounding_is_told_from_a_different_formula(rounds):
+    result = compared(rounds)
+    assert result.verdict.word == "IMPRECISE"
+    assert result.introduced == ["hidden"]
+    assert {one.verdict for one in result.findings} == {AGREES, IMPRECISE}
+
+
+def test_bug_in_float32_only_is_not_taken_for_rounding():
+    result = compared("EpsilonFloat32")
+    assert {one.verdict for one in result.findings} == {DIVERGES}
+    assert any("compared in float64" in note for note in result.notes)
+
+
+def test_float32_alone_can_agree():
+    result = compared("Float32Only")
+    assert result.verdict.word == "AGREE"
+    assert {one.dtype for one in result.findings} == {"float32"}
+
+
+def test_exception_in_the_port_is_reported_with_its_line():
+    result = compared("Raises")
+    assert result.verdict.word == "INCOMPLETE"
+    assert "the kernel doesn't exist (pair_models.py, line" in " ".join(one.detail for one in result.findings)
+
+
+def test_dtype_that_the_port_does_not_offer_is_an_error():
+    result = compared("Float32Only", dtypes=("float64",))
+    assert result.verdict.word == "INCOMPLETE"
+    assert "doesn't run in float64" in result.findings[0].detail
+
+
+def test_stage_that_is_requested_but_missing_is_incomplete():
+    result = compared("Port", stages=("forward", "decode"))
+    assert result.verdict.word == "INCOMPLETE"
+    assert any("decode" in line for line in result.verdict.missing)
+
+
+def test_stages_of_one_side_are_listed_as_not_tested():
+    result = compared("WithoutGradients")
+    assert result.verdict.word == "AGREE"
+    assert result.not_tested == ["gradients: pair_models:WithoutGradients doesn't define gradients()"]
+
+
+def test_missing_output_diverges():
+    result = compared("Port", original="Router", stages=("forward",))
+    assert result.verdict.word == "DIVERGE"
+    assert {"the port doesn't return this tensor", "the original has no such tensor"} <= {
+        one.detail for one in result.findings
+    }
+
+
+def test_weight_without_effect_is_reported():
+    result = compared("Port", original="WithUnusedWeight", stages=("forward",))
+    assert result.verdict.word == "AGREE"
+    assert "no result depends on the weights pooler.weight, so they aren't compared" in result.notes
+    assert not any("no result depends" in note for note in compared("Port", stages=("forward",)).notes)
+
+
+def test_class_compared_with_itself_is_incomplete():
+    result = compared("Original")
+    assert result.verdict.word == "INCOMPLETE"
+    assert "run the same code" in result.findings[0].detail
+
+
+def test_decision_at_a_near_tie_may_differ():
+    result = compared("RouterPort", original="TiedRouter")
+    assert result.verdict.word == "AGREE"
+
+
+def test_wrong_decision_diverges():
+    result = compared("WrongRouter", original="Router")
+    assert result.verdict.word == "DIVERGE"
+    assert result.introduced[0] == "chosen"
+
+
+def test_taps_without_a_map_are_matched_by_their_values():
+    result = compared("Renamed")
+    assert result.verdict.word == "DIVERGE"
+    assert sorted(result.names.proposed) == ["gate", "hidden", "norm", "up"]
+    assert {one.tap for one in result.findings} == {"logits", "loss", "head.weight", "head.bias"}
+    assert result.introduced[0] == "norm"
+
+
+def test_map_of_a_missing_tap_is_a_problem():
+    result = compared("Port", names={"norm": "layer_norm"})
+    assert result.verdict.word == "DIVERGE"
+    assert any("the port has no such tap" in one.detail for one in result.findings)
+
+
+def test_assertion_contains_the_report():
+    assert_parity(Original(), pair_models.Port(), seeds=1)
+    with pytest.raises(AssertionError, match=r"STARTS AT norm[\s\S]*DIVERGE with pair_models:Original"):
+        assert_parity(Original(), pair_models.Epsilon(), seeds=1)
+
+
+def test_assertion_of_a_local_class_is_an_error():
+    class Local(pair_models.Port):
+        pass
+
+    with pytest.raises(ValueError, match="top level of a module"):
+        assert_parity(Original(), Local())
+
+
+def test_attributes_of_an_instance_reach_its_process():
+    port = pair_models.Port()
+    port.epsilon = 1e-3
+    with pytest.raises(AssertionError, match=r"epsilon is 0.001 instead of 1e-05"):
+        assert_parity(Original(), port, seeds=1)
+
+
+def test_tolerances_of_a_port_follow_from_the_original():
+    result = compared("Port", stages=("forward",))
+    wide = {one.tolerance for one in result.findings if one.dtype == "float64"}
+    narrow = {one.tolerance for one in result.findings if one.dtype == "float32"}
+    assert all(1e-12 <= value < 1e-11 for value in wide)
+    assert all(4 * 2.0**-23 < value < 1e-5 for value in narrow)
+    assert np.isfinite([*wide, *narrow]).all()
