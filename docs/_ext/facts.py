@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from pair_results import port_bugs, wild
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, devices, mutation, selftest, speed, tolerances, verdict
 from speeds import compared, fractions_of_peak, goals, kept, translated
@@ -227,6 +228,8 @@ TABLES = {
     "verdict": verdict,
     "selftest": selftest,
     "tolerances": tolerances,
+    "port-bugs": port_bugs,
+    "wild": wild,
     "fractions_of_peak": fractions_of_peak,
     "goals": goals,
     "kept": kept,
