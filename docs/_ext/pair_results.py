@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from results import RESULTS, read
 
-WORDS = {True: "yes", False: "no"}
-
 
 def port_bugs() -> Iterator[str]:
     """Yield the lines of Markdown tables with the results on port bugs: totals, then one row per bug and control."""

@@ -91,7 +91,7 @@ class KerasModel(Implementation):
 TABLE = {}
 
 
-def pair(name, kind, converter=None, task=None, *, dtypes=("float64", "float32"), hub=None, base=None, **changes):
+def pair(name, kind, converter=None, task=None, *, hub=None, base=None, **changes):
     """Define the classes ``<name>Original`` and ``<name>Port`` of this module."""
     place = {"__module__": __name__}
     settings = {"automatic": "AutoModelForCausalLM" if task else "AutoModel", "masked": True}
@@ -106,7 +106,7 @@ def pair(name, kind, converter=None, task=None, *, dtypes=("float64", "float32")
             "original": original,
             "converter": converter or kind,
             "task": task,
-            "dtypes": dtypes,
+            "dtypes": ("float32",),  # Keras rounds constants such as 1 / sqrt(key_dim) to float32 in every dtype
             "hub": hub or {},
         },
     )
@@ -286,7 +286,7 @@ pair(
     num_experts_per_tok=2,
     sliding_window=4,
 )
-pair("SmolLM3", "smollm3", None, "SmolLM3CausalLM", dtypes=("float32",), no_rope_layers=[1, 0])
+pair("SmolLM3", "smollm3", None, "SmolLM3CausalLM", no_rope_layers=[1, 0])
 encoder("ViT", "vit", base=IMAGE | {"rename": (("^", "vit."),)}, image_size=32, patch_size=8)
 encoder("DeiT", "deit", base=IMAGE | {"rename": (("^", "deit."),)}, image_size=32, patch_size=8)
 encoder("DINOv2", "dinov2", base=IMAGE, image_size=32, patch_size=8, mlp_ratio=2)
@@ -308,16 +308,3 @@ encoder(
     num_attention_heads=None,
     num_hidden_layers=None,
 )
-
-# The names of the layers in the Original and in the Port, as ``capture`` gives them.
-NAMES = {
-    "encoder.layer.{i}": "transformer_layer_{i}",  # Bert, Roberta, XLMRoberta, and ESM
-    "encoder.albert_layer_groups.0.albert_layers.{i}": "group_0_inner_layer_{i}",
-    "transformer.layer.{i}": "transformer_layer_{i}",  # DistilBert
-    "encoder.layers.{i}": "transformer_encoder_layer_{i}",  # Bart
-    "decoder.layers.{i}": "transformer_decoder_layer_{i}",
-    "model.layers.{i}": "*_backbone.transformer_layer_{i}",  # decoders; decoder_block_{i} of Gemma, Gemma2, and Gemma3
-    "transformer.h.{i}": "gpt2_backbone.transformer_layer_{i}",
-    "layers.{i}": "*_encoder.encoder_layers.{i}",  # ViT, and DeiT, whose Port returns a tuple
-    "encoder.layers.{i}.blocks.{j}.0": "stage_{i}.blocks.{j}",  # Swin
-}

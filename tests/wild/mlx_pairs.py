@@ -251,12 +251,3 @@ pair(
         "rope_theta": 700.0,
     },
 )
-
-# The names of the layers in the Original and in the Port; all other pairs have the same names for both.
-NAMES = {
-    "NemotronH": {"model.layers.{i}": "backbone.layers.{i}"},
-    "Qwen35": {"model.layers.{i}": "language_model.model.layers.{i}"},
-    "GPTJ": {"transformer.h.{i}.0": "model.h.{i}"},
-    "GPT2": {"transformer.h.{i}": "model.h.{i}"},
-    "GPTNeoX": {"gpt_neox.layers.{i}": "model.h.{i}"},
-}

@@ -20,14 +20,6 @@ from transformer_parity.pairs.result import Settings
 from transformer_parity.pairs.run.messages import Import
 
 MODULES = {"mlx_pairs": "mlx-lm", "mlx_more_pairs": "mlx-lm", "keras_pairs": "keras-hub"}
-LAYER = {"mlx-lm": "model.layers.{i}"}
-
-
-def names_of(module: Any, name: str) -> dict[str, str]:
-    """Return the map of the layers of a pair."""
-    library = MODULES[module.__name__.rpartition(".")[2]]
-    usual = {LAYER[library]: LAYER[library]} if library in LAYER else {}
-    return module.NAMES.get(name, usual)
 
 
 def trial(module: Any, name: str) -> dict[str, Any]:

@@ -213,9 +213,8 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--stage",
         action=one_or_more(STAGES),
-        default=list(STAGES),
         metavar=",".join(STAGES),
-        help="compare only these stages (default: all stages in A)",
+        help="compare only these stages of golden vectors (default: all stages in A)",
     )
     parser.add_argument(
         "--names",
@@ -233,12 +232,16 @@ def run_compare(options: argparse.Namespace) -> int:
     started = time.monotonic()
     check_writable(options.json)
     if is_pair(options.truth):
+        if options.stage is not None:
+            raise UsageError(f"{options.truth} was written by `parity pair --out`, which has no stages; remove --stage")
         return _compare_arrays(options, console)
+    if options.names is not None:
+        raise UsageError(f"{options.truth} contains golden vectors, whose names are fixed; remove --names")
     check_reference()
     findings: list[Finding] = []
     reports: list[FailureReport] = []
     with refusals(OSError, ValueError):
-        pairs = read_pairs(options.truth, options.candidate, options.stage)
+        pairs = read_pairs(options.truth, options.candidate, options.stage or tuple(STAGES))
         with console.status("running the reference") as status:
             for pair in pairs:
                 of_model = list(compare_directories(pair, lambda what: status.update(Text(what))))

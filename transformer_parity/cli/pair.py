@@ -134,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
             options.seeds, options.dtype, options.stage, _interpreters(options.isolate), options.timeout
         )
     if options.out is not None:
+        _check_no_comparison(options)
         with refusals(OSError, RunError, NoTruthError):
             replaced = write_original(Import(original), options.out, settings)
         said = f"; random values replaced {len(replaced)} constant weights" if replaced else ""
@@ -148,14 +149,21 @@ def run(options: argparse.Namespace) -> int:
         request = Import(original, names=source, needs_names=options.names is not None)
         result = compare_pair(request, Import(port), settings, names, doing)
     print_result(console, result)
-    if options.write_names is not None:
-        write_text(options.write_names, as_toml(result.names.written()))
-        console.print(f"wrote {options.write_names}", soft_wrap=True)
-    if options.json is not None:
-        write_results(document(result), (options.json, write_json))
-    if options.html is not None:
-        write_results(result, (options.html, write))
+    write_results(
+        result,
+        (options.write_names, lambda path, found: write_text(path, as_toml(found.names.written()))),
+        (options.json, lambda path, found: write_json(path, document(found))),
+        (options.html, write),
+    )
     return result.verdict.exit_code
+
+
+def _check_no_comparison(options: argparse.Namespace) -> None:
+    """Raise an error if ``--out`` is combined with an option for a comparison, which would have no effect."""
+    names = ("port", "names", "write_names", "dtype", "stage", "json", "html")
+    if given := [name for name in names if getattr(options, name) is not None]:
+        words = ", ".join("PORT" if name == "port" else f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"--out compares nothing, so it can't be combined with {words}")
 
 
 def _names(text: str | None, original: str) -> tuple[Mapping[str, Any] | None, Source | None]:

@@ -35,9 +35,8 @@ from transformer_parity.pairs.diagnose.causes import diagnose
 from transformer_parity.pairs.diagnose.locate import Wrong, first_wrong, locate
 from transformer_parity.pairs.result import PairResult, RecordedPair, Settings
 from transformer_parity.pairs.run.messages import Import
-from transformer_parity.pairs.run.side import RunError, Side, SideModel, two_sides
+from transformer_parity.pairs.run.side import RunError, Side, two_sides
 
-SEEDS = 3  # number of batches
 MOST_NAMES = 6  # number of weights that a note lists
 PATIENCE = 20.0  # seconds after which no further weights are tried
 EXACT = 1e-8  # tolerance in float64 above which the original seems to compute in float32
@@ -103,7 +102,7 @@ class _Comparison:
             batches = [cast(rounded(batch, dtype), "float32") for batch in batches]
         self.result.notes += warnings(batches)
         self.runs = Runs(batches, self.result.names, self.port)
-        self.truth = Truth(self.original, weights, batches, dtypes, self.runs.run)
+        self.truth = Truth(self.original, weights, batches, self.runs.run)
         stages = self._stages(settings.stages)
         planned = {(stage, dtype): settings.seeds for stage in stages for dtype in dtypes}
         self.result.asked = [Coverage(self.port.name, stages, dtypes, pairs=True, planned=planned, tells_rounding=True)]
@@ -126,6 +125,7 @@ class _Comparison:
         if not any(moves for _, moves in found):
             self.result.notes.append(f"the results of {self.original.name} don't depend on its weights")
             return
+        self.progress("changing one weight at a time")
         unused, untried = without_effect(self.truth, stages, time.monotonic() + PATIENCE)
         if unused:
             self.result.notes.append(f"no result depends on the weights {_listed(unused)}, so they aren't compared")
@@ -183,9 +183,8 @@ class _Comparison:
         self.result.notes += [f"output {name!r} is the same for all inputs" for name in same]
         if not dtypes:
             return
-        model = self.port.model(self.truth.model(dtypes[0]).weights, dtypes[0])
         try:
-            theirs = model.forward(self.truth.batches[0])
+            theirs = self.truth.of_port(self.port, dtypes[0]).forward(self.truth.batches[0])
         except RunError:  # every comparison will report the exception
             return
         shared = [
@@ -203,10 +202,6 @@ class _Comparison:
             {name: value for name, value in theirs.taps.items() if name not in used},
         )
         self.result.names = self.runs.names = found
-
-    def _model(self, dtype: str) -> SideModel:
-        """Return the port with the original's weights."""
-        return self.port.model(self.truth.model(dtype).weights, dtype)
 
     def _compare(self, stage: str, dtype: str) -> Iterator[Finding]:
         """Yield the findings of a stage in a dtype."""
@@ -230,11 +225,12 @@ class _Comparison:
             )
         seen: list[dict[str, Any]] = []
         compared: list[Compared] = []
+        port = self.truth.of_port(self.port, dtype)
         for batch, author in enumerate(authors):
             try:
                 expected = self.truth.tensors(stage, batch, dtype)
-                actual = self.runs.run(stage, self._model(dtype), batch)
-                again = self.runs.run(stage, self._model(dtype), batch) if batch == 0 else {}
+                actual = self.runs.run(stage, port, batch)
+                again = self.runs.run(stage, port, batch) if batch == 0 else {}
                 ties = near_ties(self.truth, self.runs, stage, batch, dtype, actual, expected)
                 if ties and stage == FORWARD:
                     expected = follow(self.truth, self.runs, batch, dtype, actual, ties)
@@ -309,7 +305,7 @@ class _Comparison:
                 continue
             expected = self.truth.tensors(FORWARD, 0, dtype)
             with suppress(RunError):
-                actual = self.runs.run(FORWARD, self._model(dtype), 0)
+                actual = self.runs.run(FORWARD, self.truth.of_port(self.port, dtype), 0)
                 errors = {
                     name: difference(actual[name], value, allowed.scale(name))
                     for name, value in expected.items()

@@ -133,7 +133,7 @@ def write_original(original: Import, directory: Path, settings: Settings) -> lis
         batches = [rounded(side.new("inputs", seed), "float32") for seed in range(settings.seeds)]
         dtypes = [name for name in DTYPES if name in side.imported.dtypes]
         runs = Runs(batches, Names(), other)
-        truth = Truth(side, weights, batches, dtypes, runs.run)
+        truth = Truth(side, weights, batches, runs.run)
         runs.names.declared.update({name: Counterpart(name) for name in truth.first_runs()[0].taps})
         tolerances = {dtype: truth.tolerances(FORWARD, dtype) for dtype in dtypes}
         order: list[str] = []
@@ -245,8 +245,9 @@ def _renamed(expected: Tensors, theirs: Tensors, given: Mapping[str, Any], resul
         {name: value for name, value in taps.items() if name not in {place.name for place in names.declared.values()}},
     )
     result.names = names
-    shapes: dict[str, ndarray] = {name: value for name, value in expected.items() if name not in outputs}
-    renamed, _ = names.to_original(taps, {name: value.shape for name, value in shapes.items()})
+    shapes = {name: value.shape for name, value in expected.items() if name not in outputs}
+    renamed, unfit = names.to_original(taps, shapes)
+    names.problems += [f"names: {name!r}: {why}" for name, why in unfit.items() if name in names.declared]
     return renamed | found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.localization import Mark
+from transformer_parity.engine.localization import INTRODUCED, Mark
 from transformer_parity.engine.report.buffer import Buffer
 from transformer_parity.engine.report.page import write_page
 from transformer_parity.engine.tensors import Tensors
@@ -73,7 +73,7 @@ def _worst_row(expected: Tensors, actual: Tensors, marks: tuple[Mark, ...]) -> i
 def _tap(mark: Mark, expected: ndarray, actual: ndarray | None, row: int, buffer: Buffer) -> dict[str, Any]:
     """Return the data of a tensor, and append its values to the buffer."""
     right = _cut(expected, row)
-    is_full = right.size <= (MOST_SHOWN if mark.verdict == "introduced" else MOST_VALUES)
+    is_full = right.size <= (MOST_SHOWN if mark.verdict == INTRODUCED else MOST_VALUES)
     reference = right if is_full else np.linalg.norm(right, axis=-1)
     entry = {"name": plain_name(mark.name), "full": is_full, "rows": "row", "note": ""}
     if is_full:

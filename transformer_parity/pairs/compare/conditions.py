@@ -94,7 +94,7 @@ def warnings(batches: Sequence[Arrays]) -> list[str]:
             for name, array in batches[0].items()
             if array.ndim
             and all(name in other and np.array_equal(array, other[name]) for other in batches[1:])
-            and not _is_mask(array)
+            and not is_mask(array)
         ]
     return found
 
@@ -108,13 +108,13 @@ def _of_sizes(inputs: Arrays) -> Iterator[str]:
         if len({*sizes}) < len(sizes):
             yield f"input {name!r} has axes of equal size {list(array.shape)}, so exchanged axes may have valid shapes"
     ids = [name for name, array in arrays.items() if array.ndim == 2 and array.dtype.kind in "iu"]
-    lengths = {arrays[name].shape[1] for name in ids if not _is_mask(arrays[name])}
-    if len(ids) > 1 and len(lengths) == 1 and not all(_is_mask(arrays[name]) for name in ids[1:]):
+    lengths = {arrays[name].shape[1] for name in ids if not is_mask(arrays[name])}
+    if len(ids) > 1 and len(lengths) == 1 and not all(is_mask(arrays[name]) for name in ids[1:]):
         yield f"all sequences have the same length, {lengths.pop()}, so exchanged lengths can't be seen"
 
 
 def _of_masks(batches: Sequence[Arrays]) -> Iterator[str]:
-    masks = {name: [batch[name] for batch in batches] for name, array in batches[0].items() if _is_mask(array)}
+    masks = {name: [batch[name] for batch in batches] for name, array in batches[0].items() if is_mask(array)}
     for name, arrays in masks.items():
         if all(array.all() for array in arrays):
             yield f"the mask {name!r} hides nothing, so padding isn't tested"
@@ -123,5 +123,6 @@ def _of_masks(batches: Sequence[Arrays]) -> Iterator[str]:
         yield "there is no mask among the inputs; padding is tested only if the token IDs contain it"
 
 
-def _is_mask(array: np.ndarray) -> bool:
+def is_mask(array: np.ndarray) -> bool:
+    """Return whether an input contains only zeros and ones, and has at least two axes."""
     return array.dtype.kind in "biuf" and array.ndim >= 2 and bool(np.isin(array, (0, 1)).all())

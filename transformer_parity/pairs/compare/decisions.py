@@ -12,7 +12,7 @@ from numpy import ndarray
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.pairs.compare.stages import OUTPUT, Runs
 from transformer_parity.pairs.compare.truth import ALL_EPS, Truth
-from transformer_parity.pairs.contract.arrays import cast, is_float, rounded
+from transformer_parity.pairs.contract.arrays import cast, is_float, rounded, varied
 
 DRAWS = 8  # number of changed weights
 SIZE = 16.0  # relative change of a weight, in rounding errors
@@ -46,12 +46,7 @@ def near_ties(
     rng = np.random.default_rng(0)
     base = cast(rounded(truth.weights, dtype), "float64")
     for _ in range(DRAWS):
-        weights = {
-            name: array * (1.0 + SIZE * ALL_EPS[dtype] * rng.uniform(-1.0, 1.0, array.shape))
-            if is_float(array)
-            else array
-            for name, array in base.items()
-        }
+        weights = varied(base, SIZE * ALL_EPS[dtype], rng)
         found = runs.run(stage, truth.original.model(cast(weights, truth.dtype), truth.dtype), batch)
         for name in wrong:
             confirmed[name] |= found[name] == actual[name]

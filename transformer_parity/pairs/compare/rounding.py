@@ -44,11 +44,11 @@ def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, n
 
 def _errors(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, weights: Arrays | None) -> Tensors:
     if weights is None:
-        exact, port = truth.exact(dtype), runs.port.model(truth.model(dtype).weights, dtype)
+        expected, port = truth.tensors(stage, batch, dtype), truth.of_port(runs.port, dtype)
     else:
-        exact = truth.original.model(cast(weights, truth.dtype), truth.dtype)
+        expected = runs.run(stage, truth.original.model(cast(weights, truth.dtype), truth.dtype), batch)
         port = runs.port.model(weights, dtype)
-    expected, actual = runs.run(stage, exact, batch), runs.run(stage, port, batch)
+    actual = runs.run(stage, port, batch)
     return {
         name: np.where(kept(value) & kept(actual[name]), np.asarray(actual[name], np.float64) - value, 0.0)
         for name, value in expected.items()

@@ -3,8 +3,7 @@
 - The truth is the original in float64.
 - In a narrower dtype, a port may have several times the error that the original itself makes in this dtype. One run is
   too optimistic, because its error is random, and because a discrete decision such as a top-k may or may not flip.
-  Therefore, the tolerance is based on the largest error for several inputs and several
-  perturbed weights.
+  Therefore, the tolerance is based on the largest error for several inputs and several perturbed weights.
 - In float64, there is nothing more precise to compare with. The noise of the original is measured instead: if the
   weights change by tiny equal steps, the tensors of a smooth function change along a polynomial, and the fourth
   difference of five steps contains only rounding errors.
@@ -23,7 +22,7 @@ from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import EPS, POLICY, by_baseline
 from transformer_parity.pairs.compare.conditions import fingerprints, unusable
 from transformer_parity.pairs.compare.difference import difference, kept, parts
-from transformer_parity.pairs.contract.arrays import cast, is_float, rounded
+from transformer_parity.pairs.contract.arrays import cast, is_float, rounded, varied
 from transformer_parity.pairs.contract.implementation import Arrays
 from transformer_parity.pairs.run.messages import Ran
 from transformer_parity.pairs.run.side import Side, SideModel
@@ -51,14 +50,12 @@ class Truth:
         original: The implementation that the user trusts.
         weights: Its weights, before they are rounded to a dtype.
         batches: The inputs, one batch per seed.
-        dtypes: The dtypes in which the port runs.
         run: A function that runs a stage.
     """
 
     original: Side
     weights: Arrays
     batches: Sequence[Arrays]
-    dtypes: Sequence[str]
     run: Run
     models: dict[str, SideModel] = field(default_factory=dict)
     _known: dict[tuple[str, str, int], Tensors] = field(default_factory=dict)
@@ -78,6 +75,10 @@ class Truth:
             self.models[dtype] = self.original.model(rounded(self.weights, dtype), dtype)
         return self.models[dtype]
 
+    def of_port(self, port: Side, dtype: str) -> SideModel:
+        """Return the port in a dtype, with the same weights as the original."""
+        return port.model(self.model(dtype).weights, dtype)
+
     def exact(self, dtype: str) -> SideModel:
         """Return the original in the dtype of the truth, with the weights that a port has in ``dtype``."""
         if ALL_EPS[dtype] <= ALL_EPS["float32"]:
@@ -91,11 +92,7 @@ class Truth:
     def perturbed(self, dtype: str, size: float, seed: int) -> Arrays:
         """Return the weights in a dtype, changed by random relative amounts of up to ``size``."""
         rng = np.random.default_rng(seed)
-        changed = {
-            name: array * (1.0 + size * rng.uniform(-1.0, 1.0, array.shape)) if is_float(array) else array
-            for name, array in cast(self.weights, "float64").items()
-        }
-        return rounded(changed, dtype)
+        return rounded(varied(cast(self.weights, "float64"), size, rng), dtype)
 
     def first_runs(self) -> list[Ran]:
         """Return the results of the original for all batches.

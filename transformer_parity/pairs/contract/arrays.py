@@ -16,12 +16,11 @@ from transformer_parity.pairs.contract.implementation import Arrays
 
 OUTPUT = "output "  # prefix of the names of outputs, because an output and a tap may have the same name
 NARROW = ("bfloat16", "float16")  # dtypes that are narrower than float32
-IS_FLOAT = "f"  # ``dtype.kind`` of floating-point arrays
 
 
 def is_float(array: ndarray) -> bool:
     """Return whether an array contains floating-point numbers, including bfloat16."""
-    return array.dtype.kind == IS_FLOAT or array.dtype.name == "bfloat16"
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def rounded(arrays: Arrays, dtype: str) -> Tensors:
@@ -30,12 +29,7 @@ def rounded(arrays: Arrays, dtype: str) -> Tensors:
     Floating-point arrays are first rounded to float32, so that every dtype wider than float32 describes the same model.
     NumPy has no native bfloat16, so bfloat16 values are stored in float32 arrays.
     """
-    return cast({name: as_stored(array) for name, array in arrays.items()}, dtype)
-
-
-def as_stored(array: ndarray) -> ndarray:
-    """Return a floating-point array as float32, and any other array unchanged."""
-    return array.astype(np.float32) if is_float(array) else array
+    return cast(cast(arrays, "float32"), dtype)
 
 
 def cast(arrays: Arrays, dtype: str) -> Tensors:
@@ -49,6 +43,14 @@ def cast(arrays: Arrays, dtype: str) -> Tensors:
         else:
             found[name] = array.astype(dtype)
     return found
+
+
+def varied(arrays: Arrays, size: float, rng: np.random.Generator) -> Tensors:
+    """Return the arrays with all floating-point values changed by random relative amounts of up to ``size``."""
+    return {
+        name: array * (1.0 + size * rng.uniform(-1.0, 1.0, array.shape)) if is_float(array) else array
+        for name, array in arrays.items()
+    }
 
 
 def to_numpy(value: Any) -> ndarray:

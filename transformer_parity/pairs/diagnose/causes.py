@@ -23,7 +23,7 @@ from transformer_parity.pairs.run.side import RunError, SideModel
 FAR = {"float64": 1e-9}  # relative error above which an element is wrong
 FAR_IN_EPS = 64.0  # the same in narrower dtypes, in units of eps
 LEAST_VALUES = 8  # a tensor with fewer values shows no pattern
-PATIENCE = 60.0  # seconds after which no further causes are tried
+PATIENCE = 30.0  # seconds after which no further causes are tried
 
 
 def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
@@ -67,7 +67,7 @@ def _subject(truth: Truth, runs: Runs, located: Located) -> WrongTensor:
     def run(model: SideModel) -> Tensors:
         return runs.forward(model, batch, given) if given else runs.run(located.stage, model, batch)
 
-    usual = run(runs.port.model(truth.model(dtype).weights, dtype))
+    usual = run(truth.of_port(runs.port, dtype))
     present = [name for name in located.names if name in usual]
     name = next((name for name in present if usual[name].size >= LEAST_VALUES), (present or located.names)[0])
 

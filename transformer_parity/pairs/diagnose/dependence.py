@@ -8,6 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.tensors import Tensors
+from transformer_parity.pairs.compare.conditions import is_mask
 from transformer_parity.pairs.compare.stages import Runs
 from transformer_parity.pairs.compare.truth import Truth
 from transformer_parity.pairs.contract.arrays import cast, is_float
@@ -31,7 +32,7 @@ def dependence(truth: Truth, runs: Runs, located: Located) -> Iterator[Recognize
         located: The tensors at which the difference starts.
     """
     dtype, inputs = located.dtype, truth.batches[located.batch]
-    models = truth.exact(dtype), runs.port.model(truth.model(dtype).weights, dtype)
+    models = truth.exact(dtype), truth.of_port(runs.port, dtype)
     usual = [_outputs(model, inputs) for model in models]
     least = LEAST if dtype == "float64" else LEAST_IN_FLOAT32
 
@@ -90,7 +91,7 @@ def _positions(inputs: Arrays, moved: Moved) -> Recognized | None:
 def _padding(inputs: Arrays, moved: Moved) -> Iterator[Recognized]:
     """Report that values at masked positions affect the results at other positions."""
     for name, mask in inputs.items():
-        if not _is_mask(mask) or mask.ndim != 2 or mask.all():
+        if not is_mask(mask) or mask.ndim != 2 or mask.all():
             continue
         hidden = mask == 0
         changed = {
@@ -127,7 +128,7 @@ def _changed(array: ndarray, where: ndarray) -> ndarray:
         array: The input.
         where: True at the first axes of the places to change.
     """
-    if _is_mask(array) or array.dtype.kind == "b" or array.ndim < where.ndim:
+    if is_mask(array) or array.dtype.kind == "b" or array.ndim < where.ndim:
         return array
     low, high = array.min(), array.max()
     if is_float(array):
@@ -136,10 +137,6 @@ def _changed(array: ndarray, where: ndarray) -> ndarray:
         other = (array - low + 1) % (high - low + 1) + low
     places = where.reshape(where.shape + (1,) * (array.ndim - where.ndim))
     return np.where(places, other, array).astype(array.dtype)
-
-
-def _is_mask(array: ndarray) -> bool:
-    return array.ndim >= 2 and bool(np.isin(array, (0, 1)).all())
 
 
 def _listed(indices: list[int]) -> str:

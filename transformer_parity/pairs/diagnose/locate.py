@@ -115,7 +115,7 @@ def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances, coars
         return difference(actual[name], expected[name], tolerances.scale(name))
 
     def port(given: Arrays) -> Tensors:
-        return runs.forward(runs.port.model(truth.model(dtype).weights, dtype), batch, given)
+        return runs.forward(truth.of_port(runs.port, dtype), batch, given)
 
     def exact(given: Arrays) -> Tensors:
         return runs.forward(truth.exact(dtype), batch, given)
@@ -124,12 +124,12 @@ def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances, coars
     about = Blame(runs.port.name, dtype, f"seed {batch}", FORWARD)
     replay = Replay(about, exact, narrow, tolerance, distance)
     try:
-        evidence = replay.blocks_of_port(port, lambda actual, given: _goes_on(port, exact, given))
+        evidence = replay.blocks_of_port(port, lambda _, given: _goes_on(port, exact, given))
         if evidence.blame.replayed == PORT and (false := _false_matches(runs, evidence, port, distance)):
             for name in false:
                 del runs.names.proposed[name]
             evidence = replay.blocks_of_port(port)
-        if evidence.blame.replayed == REFERENCE and not _goes_on(exact, exact, _replaceable(exact({}))):
+        if evidence.blame.replayed == REFERENCE and not _goes_on(exact, exact, _without_outputs(exact({}))):
             evidence = _not_replayed(evidence, wrong)
     except RunError:
         return first_wrong(FORWARD, dtype, batch, wrong)
@@ -146,12 +146,11 @@ def _false_matches(runs: Runs, evidence: Evidence, port: Rerun, distance: Distan
     later blocks become correct.
     """
     allowed = {mark.name: mark.tolerance for mark in evidence.blame.marks}
-    wrong = evidence.blame.introduced
+    wrong, given = evidence.blame.introduced, _without_outputs(evidence.expected)
     found = []
     for name in [name for name in wrong if name in runs.names.proposed][:MOST_MATCHES]:
-        others = {key: value for key, value in evidence.expected.items() if key != name and not is_output(key)}
         try:
-            isolated = port(others)
+            isolated = port({key: value for key, value in given.items() if key != name})
         except RunError:
             continue
         right = {key for key in allowed if distance(key, isolated, evidence.expected) <= allowed[key]}
@@ -160,7 +159,7 @@ def _false_matches(runs: Runs, evidence: Evidence, port: Rerun, distance: Distan
     return found
 
 
-def _replaceable(tensors: Arrays) -> Tensors:
+def _without_outputs(tensors: Arrays) -> Tensors:
     return {name: value for name, value in tensors.items() if not is_output(name)}
 
 

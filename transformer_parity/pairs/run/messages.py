@@ -104,11 +104,9 @@ class Raised:
 
     Attributes:
         why: The message of the exception, and the lines of the user's code that led to it.
-        is_missing: Whether the exception is a NotImplementedError.
     """
 
     why: str
-    is_missing: bool = False
 
 
 LOGITS = "logits"  # name under which ``Ran.outputs`` contains the logits of a decoding step

@@ -26,15 +26,7 @@ SILENCE = 600.0  # seconds without an answer after which a process is stopped
 
 
 class RunError(Exception):
-    """An implementation can't do what was requested.
-
-    Attributes:
-        is_missing: Whether the implementation raised a NotImplementedError.
-    """
-
-    def __init__(self, why: str, is_missing: bool = False) -> None:
-        super().__init__(why)
-        self.is_missing = is_missing
+    """An implementation can't be imported, or a call of it failed."""
 
 
 class Side:
@@ -116,7 +108,7 @@ class Side:
         self._child.send(request)
         answer = self._answer()
         if isinstance(answer, Raised):
-            raise RunError(answer.why, answer.is_missing)
+            raise RunError(answer.why)
         return answer
 
     def _answer(self) -> Any:

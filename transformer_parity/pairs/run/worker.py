@@ -76,7 +76,7 @@ class Runner:
         try:
             return self._load(request) if isinstance(request, Load) else self._call(request)
         except Exception as error:
-            return Raised(_said(error), isinstance(error, NotImplementedError))
+            return Raised(_said(error))
 
     def _new(self) -> Implementation:
         if not self._instance:

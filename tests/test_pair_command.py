@@ -1,0 +1,38 @@
+"""Options of ``parity pair`` and ``parity compare`` that have no effect together are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transformer_parity.cli.main import main
+
+MODELS = str(Path(__file__).with_name("pair_models.py"))
+
+
+@pytest.mark.parametrize("options", ["--json r.json", "--html r.html", "--stage forward", "--dtype float32", "x.py"])
+def test_out_rejects_options_of_a_comparison(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    assert main(["pair", MODELS, *options.split(), "--out", "truth"]) == 3
+    assert "--out compares nothing, so it can't be combined with" in capsys.readouterr().err
+    assert not (tmp_path / "truth").exists()
+
+
+def test_names_of_golden_vectors_are_rejected(tmp_path, capsys):
+    assert main(["compare", str(tmp_path), str(tmp_path), "--names", str(tmp_path / "names.toml")]) == 3
+    assert "whose names are fixed; remove --names" in capsys.readouterr().err
+
+
+def test_files_of_a_pair_can_be_compared(tmp_path, capsys):
+    assert main(["pair", MODELS, "--out", str(tmp_path / "truth"), "--seeds", "1"]) == 0
+    assert main(["compare", str(tmp_path / "truth"), str(tmp_path), "--stage", "activations"]) == 3
+    assert "which has no stages; remove --stage" in capsys.readouterr().err
+
+
+def test_every_output_file_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = ["--json", "r.json", "--html", "r.html", "--write-names", "names.toml"]
+    assert main(["pair", f"{MODELS}:Original", f"{MODELS}:Epsilon", "--seeds", "1", *files]) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.html", "names.toml"}
