@@ -94,6 +94,38 @@ class SwappedWeights(Port):
         super().load({**weights, "gate.weight": weights["up.weight"], "up.weight": weights["gate.weight"]}, dtype)
 
 
+class RaisesInLoad(Port):
+    def load(self, weights: Any, dtype: str) -> None:
+        super().load({"head": weights["missing"]}, dtype)
+
+
+class HeadTwiceAsLarge(Port):
+    def head(self, hidden: Any) -> Any:
+        return 2.0 * super().head(hidden)
+
+
+class UnknownCause(Port):
+    def activation(self, gate: Any) -> Any:
+        return np.sin(gate) + gate**2 / (1.0 + gate**2)
+
+
+class OtherAxes(Port):
+    """Shows a tap with its last two axes exchanged."""
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        def moved(name: str, value: Any) -> Any:
+            return tap(name, value.swapaxes(1, 2)).swapaxes(1, 2) if name == "gate" else tap(name, value)
+
+        return super().forward(inputs, moved)
+
+
+class OtherAxesOfWrongValues(OtherAxes):
+    """Also adds a constant to the values of this tap."""
+
+    def load(self, weights: Any, dtype: str) -> None:
+        super().load({**weights, "gate.weight": weights["gate.weight"] + 0.01}, dtype)
+
+
 class WithoutBias(Port):
     def head(self, hidden: Any) -> Any:
         return hidden @ self.weights["head.weight"]
@@ -213,3 +245,61 @@ class WrongRouter(RouterPort):
 class WithUnusedWeight(Original):
     def init_weights(self, seed: int) -> Any:
         return {**super().init_weights(seed), "pooler.weight": np.random.default_rng(seed).normal(size=(3, 4))}
+
+
+class Hidden(Implementation):
+    """A norm and a network between two taps, with a language model's decoding."""
+
+    epsilon, slope = 1e-4, 1.0
+
+    def init_weights(self, seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        return {"embed": rng.normal(size=(CLASSES, WIDTH)), "head": rng.normal(size=(WIDTH, CLASSES))}
+
+    def inputs(self, seed: int) -> Any:
+        return {"ids": np.random.default_rng(seed).integers(0, CLASSES, (3, 4))}
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights = weights
+
+    def logits(self, ids: Any, tap: Any) -> Any:
+        x = tap("embed", self.weights["embed"][ids])
+        x = x - x.mean(-1, keepdims=True)
+        variance, epsilon = (x**2).mean(-1, keepdims=True), x.dtype.type(self.epsilon)
+        x = x / np.sqrt(variance + epsilon)
+        return np.tanh(x.dtype.type(self.slope) * x) @ self.weights["head"]
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        return {"logits": self.logits(inputs["ids"], tap)}
+
+    def next_logits(self, inputs: Any, prefix: Any) -> Any:
+        return self.logits(np.concatenate([inputs["ids"], prefix], 1), lambda name, value: value).sum(1)
+
+    def next_logits_cached(self, inputs: Any, prefix: Any, cache: Any) -> tuple[Any, Any]:
+        new = inputs["ids"] if cache is None else prefix[:, -1:]
+        total = self.logits(new, lambda name, value: value).sum(1) + (0.0 if cache is None else cache)
+        return total, total
+
+
+class HiddenEpsilon(Hidden):
+    epsilon = 1e-5
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights = dict(weights)
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        return {"logits": self.logits(inputs["ids"], tap)}
+
+
+class HiddenSlope(HiddenEpsilon):
+    epsilon, slope = 1e-4, 1.01
+
+
+class HiddenCache(HiddenEpsilon):
+    """Forgets the second token that it generated."""
+
+    epsilon = Hidden.epsilon
+
+    def next_logits_cached(self, inputs: Any, prefix: Any, cache: Any) -> tuple[Any, Any]:
+        logits, total = super().next_logits_cached(inputs, prefix, cache)
+        return (cache, cache) if prefix.shape[1] == 2 else (logits, total)

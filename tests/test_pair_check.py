@@ -102,9 +102,21 @@ def test_stages_of_one_side_are_listed_as_not_tested():
 def test_missing_output_diverges():
     result = compared("Port", original="Router", stages=("forward",))
     assert result.verdict.word == "DIVERGE"
-    assert {"the port doesn't return this tensor", "the original has no such tensor"} <= {
-        one.detail for one in result.findings
-    }
+    details = {one.detail for one in result.findings}
+    assert "the port doesn't return this tensor; it returns logits instead" in details
+    assert "the original has no such tensor" in details
+
+
+def test_tap_with_other_axes_is_converted():
+    result = compared("OtherAxes", stages=("forward",))
+    assert result.verdict.word == "AGREE"
+    assert "the port's axes of gate were converted by 'a c b -> a b c'" in result.notes
+    assert result.names.written()["gate"] == ["gate", "a c b -> a b c"]
+
+
+def test_other_axes_do_not_hide_a_bug():
+    result = compared("OtherAxesOfWrongValues", stages=("forward",))
+    assert (result.verdict.word, result.introduced) == ("DIVERGE", ["gate"])
 
 
 def test_weight_without_effect_is_reported():

@@ -36,3 +36,24 @@ def test_every_output_file_is_written(tmp_path, monkeypatch, capsys):
     files = ["--json", "r.json", "--html", "r.html", "--write-names", "names.toml"]
     assert main(["pair", f"{MODELS}:Original", f"{MODELS}:Epsilon", "--seeds", "1", *files]) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.html", "names.toml"}
+
+
+def test_reason_of_a_failure_is_printed_once(capsys):
+    assert main(["pair", f"{MODELS}:Original", f"{MODELS}:RaisesInLoad", "--seeds", "1"]) == 3
+    printed = capsys.readouterr().out
+    assert printed.count("KeyError: 'missing'") == 1
+    assert "MISSING   pair_models:RaisesInLoad: forward in float32: nothing was compared\n" in printed
+
+
+def test_difference_in_several_dtypes_is_printed_once(capsys):
+    assert main(["pair", f"{MODELS}:Original", f"{MODELS}:HeadTwiceAsLarge", "--stage", "forward"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("\nDIVERGES  ") == 1
+    assert "(and in 2 other cases)" in printed
+
+
+def test_advice_names_the_taps_around_an_unknown_cause(capsys):
+    main(["pair", f"{MODELS}:Original", f"{MODELS}:UnknownCause", "--stage", "forward", "--seeds", "1"])
+    assert "CAUSE     not recognized; compare the code between up and hidden, or add taps there" in (
+        capsys.readouterr().out
+    )

@@ -335,6 +335,19 @@ def after_linear(rng):
     return one, two, {"x": x}, {"a": normal(rng, 24, 10), "fc.kernel": kernel, "fc.bias": bias}
 
 
+@case("shifted", "the port reads row")
+def rows_of_a_table(rng):
+    table = normal(rng, 20, 12)
+    rows = rng.integers(0, 17, (2, 9))
+    return table[rows + 2], table[rows], {}, {"positions.weight": table}
+
+
+@case("factor", "the values along axis 2 don't sum to 1")
+def without_normalization(rng):
+    weights = rng.uniform(size=(2, 9, 6))
+    return weights, weights / weights.sum(-1, keepdims=True), {}, {}
+
+
 @case("swapped", "SiLU is applied to up instead of gate")
 def swapped(rng):
     gate, up = normal(rng, 2, 9, 24), normal(rng, 2, 9, 24)

@@ -25,7 +25,7 @@ from transformer_parity.pairs.compare.conditions import (
 from transformer_parity.pairs.compare.decisions import follow, near_ties
 from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.fresh import ignored, without_effect
-from transformer_parity.pairs.compare.names import propose, resolve
+from transformer_parity.pairs.compare.names import listed, propose, resolve, with_axes
 from transformer_parity.pairs.compare.rounding import REPRODUCED, correlations
 from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs
 from transformer_parity.pairs.compare.tensors import Compared, compare_tensors
@@ -37,7 +37,6 @@ from transformer_parity.pairs.result import PairResult, RecordedPair, Settings
 from transformer_parity.pairs.run.messages import Import
 from transformer_parity.pairs.run.side import RunError, Side, two_sides
 
-MOST_NAMES = 6  # number of weights that a note lists
 PATIENCE = 20.0  # seconds after which no further weights are tried
 EXACT = 1e-8  # tolerance in float64 above which the original seems to compute in float32
 Progress = Callable[[str], None]
@@ -93,7 +92,7 @@ class _Comparison:
         weights, fixed = self.original.new("init_weights", 0), self.original.imported.fixed_weights
         if kept := fixed_constants(weights, fixed):
             self.result.notes.append(
-                f"the constant weights {_listed(kept)} are fixed, so a port that ignores them may agree"
+                f"the constant weights {listed(kept)} are fixed, so a port that ignores them may agree"
             )
         weights, self.result.replaced = without_constants(weights, fixed)
         dtypes = self._dtypes(settings.dtypes)
@@ -128,7 +127,7 @@ class _Comparison:
         self.progress("changing one weight at a time")
         unused, untried = without_effect(self.truth, stages, time.monotonic() + PATIENCE)
         if unused:
-            self.result.notes.append(f"no result depends on the weights {_listed(unused)}, so they aren't compared")
+            self.result.notes.append(f"no result depends on the weights {listed(unused)}, so they aren't compared")
         if untried:
             self.result.notes.append(f"{untried} weights weren't tested for an effect on the results, to save time")
 
@@ -196,6 +195,7 @@ class _Comparison:
             found = resolve(given, [*first.taps], [*theirs.taps], shared)
         except ValueError as error:
             raise RunError(str(error)) from error
+        self.result.notes += with_axes(found, first.taps, theirs.taps)
         used = {place.name for place in found.declared.values()}
         found.proposed = propose(
             {name: value for name, value in first.taps.items() if name not in found.declared},
@@ -320,7 +320,3 @@ class _Comparison:
 
 def _is_same(value: ndarray, again: ndarray | None, limit: float) -> bool:
     return again is not None and difference(again, value) <= limit
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f", and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES))

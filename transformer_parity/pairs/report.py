@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from transformer_parity.engine.findings import SKIPPED
+from transformer_parity.engine.findings import FAILED, SKIPPED
 from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.report.result import compared, tap_row
 from transformer_parity.engine.report.tables import (
@@ -20,18 +22,23 @@ from transformer_parity.engine.report.tables import (
     verdict_line,
 )
 from transformer_parity.engine.report.tree import print_blame
+from transformer_parity.pairs.compare.names import listed
 from transformer_parity.pairs.compare.stages import plain_name
+from transformer_parity.pairs.diagnose.causes import far
+from transformer_parity.pairs.diagnose.recognize import places
 from transformer_parity.pairs.result import PairResult
-
-MOST_NAMES = 6  # number of weights that a line lists
 
 
 def print_result(console: Console, result: PairResult) -> None:
     """Print the tables, the differences and their causes, the limits of the comparison, and the verdict."""
     verdict, findings = result.verdict, result.findings
-    console.print(f"{_with_versions(result.port, result)} compared with {_with_versions(result.original, result)}\n")
+    versions = [_versions(name, result) for name in (result.port, result.original)]
+    if versions[0] == versions[1]:
+        versions[0] = ""
+    console.print(f"{result.port}{versions[0]} compared with {result.original}{versions[1]}\n")
     own = result.port
-    print_summary(console, [finding for finding in findings if finding.stage], [own])
+    if any(finding.verdict != FAILED for finding in findings):
+        print_summary(console, [finding for finding in findings if finding.stage], [own])
     print_near_ties(console, findings)
     print_problems(console, findings, verdict)
     for blame in result.blames:
@@ -42,15 +49,14 @@ def print_result(console: Console, result: PairResult) -> None:
         mine = result.names.all.get(place)
         other = f" ({mine.name} in the port)" if mine is not None and mine.name != place else ""
         print_line(console, "STARTS AT", "bold red", f" {place}{other}")
-        if not result.named:
-            print_line(console, "CAUSE    ", "bold red", " not recognized; compare the code that computes this value")
+        wrong = any(finding.tap == place and math.isfinite(finding.error) for finding in findings)
+        if wrong and not result.named:
+            print_line(console, "CAUSE    ", "bold red", f" not recognized; {_advice(place, result)}")
     for named in result.named:
         print_line(console, "CAUSE    ", "bold red", f" {named.sentence}")
     print_skips(console, findings)
     if result.replaced:
-        listed = ", ".join(result.replaced[:MOST_NAMES])
-        more = f", and {len(result.replaced) - MOST_NAMES} more" if len(result.replaced) > MOST_NAMES else ""
-        print_line(console, "NOTE     ", "", f" random values replaced the constant weights {listed}{more}")
+        print_line(console, "NOTE     ", "", f" random values replaced the constant weights {listed(result.replaced)}")
     for note in result.notes:
         print_line(console, "NOTE     ", "", f" {note}")
     if result.names.proposed:
@@ -61,14 +67,34 @@ def print_result(console: Console, result: PairResult) -> None:
             f" {len(result.names.proposed)} taps were matched by their values; they help to locate a difference, but "
             "the verdict doesn't depend on them (--write-names FILE saves the matches)",
         )
-    print_coverage(console, verdict, result.not_tested)
+    failed = [f" ({finding.detail})" for finding in findings if finding.verdict == FAILED]  # printed above
+    missing = [_without(text, failed) for text in verdict.missing]
+    print_coverage(console, replace(verdict, missing=tuple(missing)), result.not_tested)
     console.print(verdict_line(verdict, findings, [own], result.seconds, trusted=result.original), soft_wrap=True)
 
 
-def _with_versions(name: str, result: PairResult) -> str:
+def _advice(place: str, result: PairResult) -> str:
+    """Return where to look for the cause of a difference."""
+    located = result.located[0]
+    taps = [plain_name(mark.name) for blame in result.blames for mark in blame.marks]
+    before = taps[taps.index(place) - 1] if place in taps[1:] else ""
+    advice = f"compare the code between {before} and {place}, or add taps there" if before else "add taps before it"
+    name, evidence = located.names[0], located.evidence
+    if evidence is not None and name in evidence.isolated and name in evidence.wanted:
+        advice = "; ".join([*places(evidence.isolated[name], evidence.wanted[name], far(located.dtype)), advice])
+    return advice
+
+
+def _without(text: str, parts: Iterable[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return text
+
+
+def _versions(name: str, result: PairResult) -> str:
     versions = {key: value for key, value in result.versions.get(name, {}).items() if key != "python"}
     shown = ", ".join(f"{key} {value}" for key, value in versions.items() if key != "numpy" or len(versions) == 1)
-    return f"{name} ({shown})" if shown else name
+    return f" ({shown})" if shown else ""
 
 
 def document(result: PairResult, command: str = "pair") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -63,19 +64,20 @@ def print_summary(
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
-    """Print the first failing tap of each case. If the same tap fails first in several cases, they share a line."""
+    """Print the first failing tap of each case. Cases and dtypes in which the same tap fails first share a line."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
             first.setdefault((finding.backend, finding.dtype, finding.case), finding)
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in first.values():
-        what = (finding.detail,) if finding.verdict == FAILED else (finding.dtype, finding.component, finding.tap)
-        alike.setdefault((finding.backend, *what), []).append(finding)
+        what = (finding.detail,) if finding.verdict == FAILED else (finding.component, finding.tap)
+        alike.setdefault((finding.backend, finding.verdict, *what), []).append(finding)
     for finding, *others in list(alike.values())[:limit]:
         detail = finding.words
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
-        detail += f" (and in {len(others)} other case{'s' * (len(others) > 1)})" if others else ""
+        also = len({other.case for other in others} - {finding.case})
+        detail += f" (and in {also} other case{'s' * (also > 1)})" if also else ""
         print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
     if verdict.doubt:
         console.print(verdict.doubt)
@@ -168,7 +170,7 @@ def cell(findings: Sequence[Finding], percentage: bool = True) -> Text:
     if not findings:
         return Text("-", "dim")
     finding = worst(findings)
-    if finding.verdict in (FAILED, SKIPPED):
+    if finding.verdict in (FAILED, SKIPPED) or math.isinf(finding.error):
         return Text(WORDS[finding.verdict], STYLES[finding.verdict])
     error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
     if percentage:

@@ -20,6 +20,7 @@ from transformer_parity.pairs.contract.implementation import Arrays
 SAMPLES = 512  # number of elements from which a correlation is computed
 ALIKE, RELATED = 0.999, 0.5  # correlations of two tensors that are equal, and of two that probably correspond
 HOLES = r"([^{}]|\{[A-Za-z_]\w*\})*"  # form of a name in a map
+MOST_NAMES = 6  # number of names that a sentence lists
 MOST_AXES = 5  # maximum number of axes for which all orders are tried
 
 
@@ -125,6 +126,34 @@ def resolve(
             else:
                 found.declared[match[0]] = Counterpart(mine, axes)
     return found
+
+
+def with_axes(names: Names, original: Arrays, port: Arrays) -> list[str]:
+    """Add axes to declared taps whose shapes differ only in the order or the splits of their axes.
+
+    Args:
+        names: The correspondence, which is modified.
+        original: The original's tensors.
+        port: The port's tensors.
+
+    Returns:
+        A description of each added axis string.
+    """
+    found: dict[str, list[str]] = {}
+    for name, place in names.declared.items():
+        value, theirs = original[name], port[place.name]
+        if place.axes is not None or value.shape == theirs.shape or value.size != theirs.size:
+            continue
+        correlation, axes = max(_correlations(value, theirs), key=lambda one: one[0])
+        if axes is not None and correlation > RELATED:
+            names.declared[name] = Counterpart(place.name, axes)
+            found.setdefault(str(axes), []).append(name)
+    return [f"the port's axes of {listed(taps)} were converted by '{axes}'" for axes, taps in found.items()]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others."""
+    return ", ".join(names[:MOST_NAMES]) + (f", and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES))
 
 
 def parsed(key: str, value: Any) -> tuple[str, Axes | None]:

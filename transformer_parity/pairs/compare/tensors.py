@@ -12,7 +12,7 @@ from transformer_parity.engine.system.errors import printable
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.verdict import Author
 from transformer_parity.pairs.compare.difference import difference, problem
-from transformer_parity.pairs.compare.names import Names
+from transformer_parity.pairs.compare.names import Names, listed
 from transformer_parity.pairs.compare.rounding import REPRODUCED
 from transformer_parity.pairs.compare.stages import OUTPUT, plain_name
 from transformer_parity.pairs.compare.truth import Tolerances
@@ -87,15 +87,14 @@ def compare_tensors(
     """
     for text in names.problems if names else ():
         yield Compared(author, "names", math.inf, 0.0, text)
-    for name in actual:
-        if name not in expected:
-            yield Compared(author, name, math.inf, 0.0, "the original has no such tensor")
+    extra = [name for name in actual if name not in expected]
     for name, value in expected.items():
         is_result = names is None or name.startswith(OUTPUT)
         if not is_result and name not in names.declared:  # type: ignore[union-attr]
             continue
         if name not in actual:
-            yield Compared(author, name, math.inf, 0.0, "the port doesn't return this tensor")
+            instead = f"; it returns {listed([*map(plain_name, extra)])} instead" if extra else ""
+            yield Compared(author, name, math.inf, 0.0, f"the port doesn't return this tensor{instead}")
             continue
         limit = tolerances.limit(name) if is_float(value) else 0.0
         if ties.get(name):
@@ -105,3 +104,5 @@ def compare_tensors(
             yield Compared(author, name, math.inf, limit, text)
         else:
             yield Compared(author, name, difference(actual[name], value, tolerances.scale(name)), limit)
+    for name in extra:
+        yield Compared(author, name, math.inf, 0.0, "the original has no such tensor")

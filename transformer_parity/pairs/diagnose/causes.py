@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,8 +14,9 @@ from transformer_parity.engine.localization import PORT
 from transformer_parity.engine.outputs import is_output
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.pairs.compare.difference import difference
-from transformer_parity.pairs.compare.stages import FORWARD, Runs, plain_name
+from transformer_parity.pairs.compare.stages import CACHED, DECODE, FORWARD, NEEDS, Runs, plain_name
 from transformer_parity.pairs.compare.truth import ALL_EPS, Truth
+from transformer_parity.pairs.contract.arrays import is_float
 from transformer_parity.pairs.diagnose.dependence import dependence
 from transformer_parity.pairs.diagnose.locate import Located
 from transformer_parity.pairs.diagnose.recognize import Recognized, recognize
@@ -42,7 +45,9 @@ def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
     ways: tuple[Callable[[], Iterator[Recognized]], ...] = (
         lambda: _random(subject),
         lambda: _by_values(truth, runs, located, subject),
-        lambda: weight_trials(subject, deadline),
+        lambda: _by_scale(truth, runs, located, subject.name),
+        lambda: _cached(truth, runs, located, subject.far),
+        lambda: weight_trials(subject, deadline, repairs=not found),
         lambda: dependence(truth, runs, located) if located.stage == FORWARD else iter(()),
     )
     for way in ways:
@@ -55,6 +60,42 @@ def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
         if time.monotonic() > deadline:
             break
     return [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}") for one in found]
+
+
+def _by_scale(truth: Truth, runs: Runs, located: Located, name: str) -> Iterator[Recognized]:
+    """Recognize a different epsilon of a norm whose input has no tap, from blocks with smaller inputs.
+
+    A norm divides by ``sqrt(variance + epsilon)``. If its input is halved, the effect of epsilon is 4 times as
+    large.
+    """
+    evidence = located.evidence
+    if evidence is None:
+        return
+    taps = {key: value for key, value in evidence.expected.items() if not is_output(key) and is_float(value)}
+    before = [*taps][: [*taps].index(name) if name in taps else None]
+    errors = []
+    for scale in (1.0, 0.5, 0.25) if before else ():
+        given = {key: scale * taps[key] for key in before}
+        models = truth.exact(located.dtype), truth.of_port(runs.port, located.dtype)
+        wanted, actual = (runs.forward(model, located.batch, given)[name] for model in models)
+        errors.append(difference(actual, wanted))
+    if errors and all(math.isclose(larger, 4.0 * error, rel_tol=0.05) for error, larger in itertools.pairwise(errors)):
+        yield Recognized(
+            "epsilon",
+            "the error is 4 times as large if the inputs of the block are halved, as with another epsilon of a norm",
+        )
+
+
+def _cached(truth: Truth, runs: Runs, located: Located, far: float) -> Iterator[Recognized]:
+    """Recognize that the port's logits depend on whether it uses a cache."""
+    if located.stage != CACHED or not runs.port.has(NEEDS[DECODE]):
+        return
+    port = truth.of_port(runs.port, located.dtype)
+    plain, cached = (runs.run(stage, port, located.batch).values() for stage in (DECODE, CACHED))
+    for step, (wanted, actual) in enumerate(zip(plain, cached, strict=True)):
+        if not difference(actual, wanted) <= far:
+            yield Recognized("cache", f"the port's logits of step {step} differ from its own logits without a cache")
+            return
 
 
 def _subject(truth: Truth, runs: Runs, located: Located) -> WrongTensor:
@@ -82,8 +123,13 @@ def _subject(truth: Truth, runs: Runs, located: Located) -> WrongTensor:
     def port(weights: Tensors) -> ndarray:
         return of(runs.port.model(weights, dtype))
 
-    far = FAR.get(dtype, FAR_IN_EPS * ALL_EPS[dtype])
-    return WrongTensor(name, dict(truth.exact(dtype).weights), dict(truth.model(dtype).weights), original, port, far)
+    weights = dict(truth.exact(dtype).weights), dict(truth.model(dtype).weights)
+    return WrongTensor(name, *weights, original, port, far(dtype))
+
+
+def far(dtype: str) -> float:
+    """Return the relative error above which an element is wrong."""
+    return FAR.get(dtype, FAR_IN_EPS * ALL_EPS[dtype])
 
 
 def _random(subject: WrongTensor) -> Iterator[Recognized]:

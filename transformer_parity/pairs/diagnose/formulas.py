@@ -328,6 +328,27 @@ def selected(block: Mismatch) -> Iterator[Recognized]:
                 return
 
 
+def looked_up(block: Mismatch) -> Iterator[Recognized]:
+    """Recognize wrong rows of a table, such as position embeddings."""
+    width = block.wanted.shape[-1]
+    vectors = [array.reshape(-1, width) for array in (block.wanted, block.actual)]
+    some = chosen(len(vectors[0]), 64)
+    for name, table in block.weights.items():
+        if table.ndim != 2 or table.shape[1] != width or len(table) < 3 or width < 2:
+            continue
+        rows = [np.abs(table - vector).max(1).argmin() for array in vectors for vector in array[some]]
+        right, mine = np.array(rows).reshape(2, -1)
+        if not is_close(vectors[0][some], table[right], EXACT) or not is_close(
+            vectors[1][some], table[mine], block.far
+        ):
+            continue
+        first = int((mine != right).argmax())
+        index = [int(i) for i in np.unravel_index(some[first], block.wanted.shape[:-1])]
+        yield Recognized(
+            "shifted", f"the port reads row {mine[first]} of {name} instead of row {right[first]} at {index}"
+        )
+
+
 def _runs(indices: list[int]) -> str:
     """Return indices as slices."""
     breaks = [i for i in range(1, len(indices)) if indices[i] != indices[i - 1] + 1]

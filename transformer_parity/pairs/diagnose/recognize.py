@@ -26,6 +26,7 @@ from transformer_parity.pairs.diagnose.formulas import (
     in_shape,
     is_float,
     left,
+    looked_up,
     rotary,
     selected,
 )
@@ -83,7 +84,8 @@ def recognize(actual: ndarray, wanted: ndarray, earlier: Arrays, weights: Arrays
             found = [*_zeros(block), *_dropped(block), *_multiples(block), *_moved(block)]
             found += [] if found else _attention(block)
             if not found:
-                found = [*_sums(block), *selected(block), *rotary(block), *norms(block), *activations(block)]
+                found = [*looked_up(block), *_sums(block), *selected(block), *rotary(block)]
+                found += [*norms(block), *activations(block)]
     return [*dict.fromkeys(found), *narrow]
 
 
@@ -164,6 +166,8 @@ def _attention(block: Mismatch) -> Iterator[Recognized]:
     mine = [axis for axis in axes if is_distribution(actual, axis, far)]
     if len(theirs) == 1 and mine and theirs[0] not in mine:
         yield Recognized("axis", f"the softmax is over axis {mine[-1]} instead of axis {theirs[0]}")
+    if len(theirs) == 1 and not mine and block.explains(wanted * actual.sum(theirs[0], keepdims=True)):
+        yield Recognized("factor", f"the values along axis {theirs[0]} don't sum to 1")
     for axis in set(theirs) & set(mine):
         port, right = np.moveaxis(actual, axis, -1), np.moveaxis(wanted, axis, -1)
         cleaned = np.where((right == 0.0) & (port <= block.far), 0.0, port)

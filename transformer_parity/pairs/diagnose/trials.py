@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.pairs.compare.difference import difference
+from transformer_parity.pairs.compare.names import listed
 from transformer_parity.pairs.contract.arrays import is_float
 from transformer_parity.pairs.diagnose.recognize import Recognized
 from transformer_parity.pairs.run.side import RunError
@@ -42,7 +44,7 @@ class WrongTensor:
     far: float
 
 
-def weight_trials(subject: WrongTensor, deadline: float) -> Iterator[Recognized]:
+def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Iterator[Recognized]:
     """Yield the causes that experiments with weights show.
 
     First, each weight is changed in both implementations, to find weights that only one of them uses. Then the port is
@@ -51,6 +53,7 @@ def weight_trials(subject: WrongTensor, deadline: float) -> Iterator[Recognized]
     Args:
         subject: The tensor at which a difference starts.
         deadline: The time after which no further experiments are made.
+        repairs: Whether to rerun the port with changed weights, which takes most of the time.
     """
     wanted, actual = subject.original(subject.weights), subject.port(subject.port_weights)
     if not is_float(wanted):  # a decision may stay the same although the weights change
@@ -69,11 +72,13 @@ def weight_trials(subject: WrongTensor, deadline: float) -> Iterator[Recognized]
     unused = [name for name in names if name in used - used_by_port]
     extra = [name for name in names if name in used_by_port - used]
     if unused and extra:
-        yield Recognized("swapped weights", f"the port uses {_listed(extra)} instead of {_listed(unused)}")
+        yield Recognized("swapped weights", f"the port uses {listed(extra)} instead of {listed(unused)}")
     elif unused:
-        yield Recognized("unused weights", f"the port doesn't use {_listed(unused)}")
+        yield Recognized("unused weights", f"the port doesn't use {listed(unused)}")
     elif extra:
-        yield Recognized("swapped weights", f"the port uses {_listed(extra)}, but the original doesn't")
+        yield Recognized("swapped weights", f"the port uses {listed(extra)}, but the original doesn't")
+    if not repairs:
+        return
     related = [name for name in names if name in used | used_by_port]
     for kind, sentence, changed in _repairs({name: subject.port_weights[name] for name in related}):
         if time.monotonic() > deadline:
@@ -88,10 +93,6 @@ def weight_trials(subject: WrongTensor, deadline: float) -> Iterator[Recognized]
 def _changed(array: ndarray) -> ndarray:
     noise = np.random.default_rng(0).uniform(0.5, 1.0, array.shape) * (np.abs(array).max() or 1.0)
     return (array + 0.1 * noise).astype(array.dtype)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _repairs(weights: Tensors) -> Iterator[tuple[str, str, Tensors]]:
@@ -110,6 +111,15 @@ def _repairs(weights: Tensors) -> Iterator[tuple[str, str, Tensors]]:
     for (kind, words), changed_weights in changes.items():
         for name, changed in changed_weights.items():
             yield kind, f"{name} {words}", {name: changed}
+    together: dict[tuple[str, str, int], Tensors] = {}  # for example, all weights of an LSTM, whose gates are in order
+    for (kind, words), changed_weights in changes.items():
+        if axis := re.search(r" along axis (\d)", words):
+            for name, changed in changed_weights.items():
+                key = (kind, words.replace(axis[0], ""), changed.shape[int(axis[1])])
+                together.setdefault(key, {})[name] = changed
+    for (kind, words, _), changed_weights in together.items():
+        if len(changed_weights) > 2:
+            yield kind, f"each of {listed([*changed_weights])} {words}", changed_weights
     for (kind, words), changed_weights in changes.items():
         for name, other in itertools.combinations(changed_weights, 2):
             if weights[name].ndim == weights[other].ndim:
@@ -126,6 +136,10 @@ def _variants(array: ndarray) -> Iterator[tuple[str, str, ndarray]]:
     if array.ndim >= 2:
         yield "transposed", "is reshaped instead of transposed", array.T.reshape(array.shape)
         yield "transposed", "is reshaped instead of transposed", array.reshape(array.shape[::-1]).T
+    for order in itertools.permutations(range(array.ndim)) if 3 <= array.ndim <= 4 else ():
+        if order != (*range(array.ndim),) and (order[0] == 0 or order[-1] == array.ndim - 1):
+            words = f"is flattened in the order of the axes {list(order)}"
+            yield "transposed", words, array.reshape([array.shape[i] for i in order]).transpose(np.argsort(order))
     yield "sign", "has the wrong sign", -array
     if array.ndim == 1:
         yield "offset", "has 1 added", array - 1
@@ -147,6 +161,10 @@ def _reordered(array: ndarray, axis: int) -> Iterator[tuple[str, str, ndarray]]:
                 if order != (*range(parts),):
                     text = f"has its {word} along axis {axis} in the order {', '.join(map(str, order))}"
                     yield "order", text, np.moveaxis(np.concatenate([chunks[i] for i in order]), 0, axis)
+    for inner in (number for number in range(2, size) if size % number == 0):
+        changed = moved.reshape(inner, size // inner, *moved.shape[1:]).swapaxes(0, 1).reshape(moved.shape)
+        words = f"has axis {axis} flattened from [{size // inner}, {inner}] instead of [{inner}, {size // inner}]"
+        yield "order", words, np.moveaxis(changed, 0, axis)
     for groups in range(1, min(size, 17)):
         if size % (2 * groups) == 0 and size > 2 * groups:
             split = moved.reshape(groups, 2, size // (2 * groups), *moved.shape[1:]).swapaxes(1, 2)
