@@ -29,7 +29,7 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.engine.verdict import Author, Coverage
 from transformer_parity.pairs.compare.conditions import warnings, without_constants
 from transformer_parity.pairs.compare.difference import kept
-from transformer_parity.pairs.compare.names import Counterpart, Names, propose, resolve
+from transformer_parity.pairs.compare.names import Counterpart, Names, propose, resolve, with_axes
 from transformer_parity.pairs.compare.rounding import REPRODUCED
 from transformer_parity.pairs.compare.stages import FORWARD, OUTPUT, Runs
 from transformer_parity.pairs.compare.tensors import compare_tensors
@@ -240,6 +240,7 @@ def _renamed(expected: Tensors, theirs: Tensors, given: Mapping[str, Any], resul
     found = {name: theirs[key] for name in outputs for key in (name.removeprefix(OUTPUT), name) if key in theirs}
     taps = {name: value for name, value in theirs.items() if not name.startswith(OUTPUT)}
     names = resolve(given, list(expected), list(taps), [name for name in expected if name in taps])
+    result.notes = list(dict.fromkeys([*result.notes, *with_axes(names, expected, taps)]))
     names.proposed = propose(
         {name: value for name, value in expected.items() if name not in names.declared and name not in outputs},
         {name: value for name, value in taps.items() if name not in {place.name for place in names.declared.values()}},
