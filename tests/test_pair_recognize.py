@@ -328,6 +328,13 @@ def before_linear(rng):
     return one, two, {"x": x}, {"a": normal(rng, 10, 24), "fc.weight": weight, "fc.bias": bias}
 
 
+@case("activation", "of gate (times up) before the product with down is exact GELU instead of GELU with tanh")
+def gated_before_linear(rng):
+    gate, up, weight = normal(rng, 2, 9, 24), normal(rng, 2, 9, 24), normal(rng, 10, 24)
+    one, two = ((ACTIVATIONS[name](gate) * up) @ weight.T for name in ("exact GELU", "GELU with tanh"))
+    return one, two, {"gate": gate, "up": up}, {"a": normal(rng, 10, 24), "down": weight}
+
+
 @case("activation", "of the product of x and fc.kernel is tanh instead of ReLU")
 def after_linear(rng):
     x, kernel, bias = normal(rng, 2, 9, 24), 0.3 * normal(rng, 24, 10), normal(rng, 10)

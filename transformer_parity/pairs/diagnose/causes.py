@@ -15,9 +15,10 @@ from transformer_parity.engine.outputs import is_output
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.stages import CACHED, DECODE, FORWARD, NEEDS, Runs, plain_name
-from transformer_parity.pairs.compare.truth import ALL_EPS, Truth
+from transformer_parity.pairs.compare.truth import ALL_EPS, NoTruthError, Truth
 from transformer_parity.pairs.contract.arrays import is_float
 from transformer_parity.pairs.diagnose.dependence import dependence
+from transformer_parity.pairs.diagnose.formulas import EXACT
 from transformer_parity.pairs.diagnose.locate import Located
 from transformer_parity.pairs.diagnose.recognize import Recognized, recognize
 from transformer_parity.pairs.diagnose.trials import WrongTensor, weight_trials
@@ -153,4 +154,12 @@ def _by_values(truth: Truth, runs: Runs, located: Located, subject: WrongTensor)
         before = list(taps)[: list(taps).index(name)] if name in taps else list(taps)
         floats = {key: value for key, value in truth.batches[located.batch].items() if value.dtype.kind == "f"}
         earlier = {**floats, **{key: taps[key] for key in before}}
-    yield from recognize(actual, wanted, earlier, subject.weights, subject.far)
+    yield from recognize(actual, wanted, earlier, subject.weights, subject.far, _exact(truth, located, name))
+
+
+def _exact(truth: Truth, located: Located, name: str) -> float:
+    """Return the relative tolerance for formulas. Some originals compute in float32 even if their dtype is float64."""
+    with suppress(NoTruthError):
+        if truth.dtype == "float64":
+            return max(EXACT, truth.tolerances(located.stage, "float64").allowed.get(name, 0.0))
+    return EXACT

@@ -45,6 +45,7 @@ class Mismatch:
     Attributes:
         same: Earlier tensors that have the shape of the tensors, the nearest one first.
         near: The nearest earlier tensors of any shape, the nearest one first.
+        exact: Relative tolerance for formulas that must reproduce the correct tensor.
     """
 
     actual: ndarray
@@ -53,6 +54,7 @@ class Mismatch:
     near: Named
     weights: dict[str, ndarray]
     far: float
+    exact: float = EXACT
 
     def explains(self, predicted: ndarray) -> bool:
         """Return whether a prediction of the port's tensor explains the error."""
@@ -111,12 +113,14 @@ def rotary(block: Mismatch) -> Iterator[Recognized]:
             shape = (*x.shape[:-1], size // width, width)
             x, wanted, actual = (array.reshape(shape) for array in (x, block.wanted, block.actual))
         for half in (True, False) if x.shape[-1] % 2 == 0 and x.ndim > 1 else ():
-            right = _rotation(x, wanted, half, EXACT)
-            if right is None or np.abs(right[1] - 1.0).max() < EXACT:
+            right = _rotation(x, wanted, half, block.exact)
+            if right is None or np.abs(right[1] - 1.0).max() < block.exact:
                 continue
             kinds = {True: f"(i, i + {width // 2})", False: "(2i, 2i + 1)"}
             if mine := _rotation(x, actual, half, block.far):
-                yield Recognized("rotary angle", f"in the rotation of {name}, {_angles(right, mine, block.far)}")
+                yield Recognized(
+                    "rotary angle", f"in the rotation of {name}, {_angles(right, mine, max(block.far, block.exact))}"
+                )
                 return
             if _rotation(x, actual, not half, block.far):
                 words = f"pairs {kinds[not half]} of {name} are rotated instead of pairs {kinds[half]}"
@@ -226,7 +230,7 @@ def activations(block: Mismatch) -> Iterator[Recognized]:
 
     def compared(words: str, predict: Callable[[ndarray], ndarray], x: ndarray) -> Iterator[Recognized]:
         results = {name: predict(function(x)) for name, function in ACTIVATIONS.items()}
-        theirs = [name for name, result in results.items() if is_close(result, wanted, EXACT)]
+        theirs = [name for name, result in results.items() if is_close(result, wanted, block.exact)]
         if not theirs:
             return
         mine = [name for name, result in results.items() if left(actual, wanted, result, block.far) <= LEFT]
@@ -251,30 +255,47 @@ def activations(block: Mismatch) -> Iterator[Recognized]:
     applied = [np.stack([function(x) for words, function in gates.items() if "softmax" not in words]) for x in few]
     for one, two in itertools.permutations(range(len(pool)), 2):
         errors = np.abs(applied[one] * few[two] - wanted[:4, :64]).max((1, 2))
-        if errors.min() <= EXACT * np.abs(wanted[:4, :64]).max():
+        if errors.min() <= block.exact * np.abs(wanted[:4, :64]).max():
             (name, x), (by, factor) = pool[one], pool[two]
             yield from compared(f"the activation of {name}", partial(np.multiply, factor), x)
             for words, function in gates.items():
-                is_right = is_close(function(x) * factor, wanted, EXACT)
+                is_right = is_close(function(x) * factor, wanted, block.exact)
                 if is_right and left(actual, wanted, function(factor) * x, block.far) <= LEFT:
                     yield Recognized("swapped", f"{words} is applied to {by} instead of {name}")
-    for name, x in block.near:
-        if x.shape[:-1] == block.wanted.shape[:-1] and x.ndim > 1 and len(rows) > 3:
-            yield from _linear(block, name, sampled(x), wanted, compared)
+    inputs = [(name, sampled(x)) for name, x in block.near if x.shape[:-1] == block.wanted.shape[:-1] and x.ndim > 1]
+    for name, x in inputs if len(rows) > 3 else ():
+        yield from _linear(block, name, x, np.ones(1), wanted, compared)
+    for (name, x), (other, y) in itertools.permutations(inputs, 2) if len(rows) > 3 else ():
+        if x.shape == y.shape:  # as in a gated network
+            yield from _linear(block, f"{name} (times {other})", x, y, wanted, compared)
 
 
-def _product(matrix: ndarray, bias: ndarray, x: ndarray) -> ndarray:
-    return x @ matrix + bias
+def _product(matrix: ndarray, bias: ndarray, factor: ndarray, x: ndarray) -> ndarray:
+    return (factor * x) @ matrix + bias
 
 
 def _linear(
-    block: Mismatch, name: str, x: ndarray, wanted: ndarray, compared: Callable[..., Iterator[Recognized]]
+    block: Mismatch,
+    name: str,
+    x: ndarray,
+    factor: ndarray,
+    wanted: ndarray,
+    compared: Callable[..., Iterator[Recognized]],
 ) -> Iterator[Recognized]:
-    """Recognize another activation before or after the product of x with a weight."""
+    """Recognize another activation of x before a product with a factor and a weight, or after a product with a weight.
+
+    Args:
+        block: The two tensors.
+        name: The name of x.
+        x: Some rows of an earlier tensor.
+        factor: Rows of the tensor that multiplies the activation, or 1.
+        wanted: Rows of the correct tensor.
+        compared: A function that compares activations.
+    """
     size, width, some = x.shape[-1], wanted.shape[-1], np.s_[:6, :4]
-    inputs = np.stack([function(x[:6]) for function in ACTIVATIONS.values()])
+    inputs = np.stack([function(x[:6]) * factor[:6] for function in ACTIVATIONS.values()])
     products: list[tuple[str, ndarray, ndarray]] = []  # before an activation
-    noise = EXACT * np.abs(wanted[some]).max()
+    noise = block.exact * np.abs(wanted[some]).max()
     parts = [  # a stacked weight contains the kernels of several layers
         (f"{key}[{i}]" if value.ndim > 2 else key, part)
         for key, value in block.weights.items()
@@ -288,11 +309,11 @@ def _linear(
             outputs = inputs @ matrix[:, :4]
             spread = np.ptp(wanted[some] - outputs, axis=1).max(1)
             if spread.min() <= noise:
-                bias = (wanted[:1] - [*ACTIVATIONS.values()][int(spread.argmin())](x[:1]) @ matrix)[0]
+                bias = wanted[0] - (factor[:1] * [*ACTIVATIONS.values()][int(spread.argmin())](x[:1]))[0] @ matrix
                 words = f"the activation of {name} before the product with {key}"
-                yield from compared(words, partial(_product, matrix, bias), x)
+                yield from compared(words, partial(_product, matrix, bias, factor), x)
             products += [(key, matrix, bias) for bias in (np.zeros(width), *biases)]
-    if not products:
+    if not products or factor.size > 1:
         return
     outputs = np.stack([x[:6] @ matrix[:, :4] + bias[:4] for _, matrix, bias in products])
     for words, function in ACTIVATIONS.items():
@@ -313,7 +334,7 @@ def selected(block: Mismatch) -> Iterator[Recognized]:
             flat = x.reshape(-1, x.shape[-1])
             rows = chosen(len(flat), 16)
             orders = []
-            for array, far in ((wanted, EXACT), (actual, block.far)):
+            for array, far in ((wanted, block.exact), (actual, block.far)):
                 columns, order = array.reshape(len(flat), -1), []
                 for column in columns[rows].T:
                     errors = np.abs(flat[rows] - column[:, None]).max(0)
@@ -338,7 +359,7 @@ def looked_up(block: Mismatch) -> Iterator[Recognized]:
             continue
         rows = [np.abs(table - vector).max(1).argmin() for array in vectors for vector in array[some]]
         right, mine = np.array(rows).reshape(2, -1)
-        if not is_close(vectors[0][some], table[right], EXACT) or not is_close(
+        if not is_close(vectors[0][some], table[right], block.exact) or not is_close(
             vectors[1][some], table[mine], block.far
         ):
             continue

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.signatures import is_close
-from transformer_parity.pairs.diagnose.formulas import EXACT, LEFT, SAMPLED, Mismatch, Recognized, chosen, left
+from transformer_parity.pairs.diagnose.formulas import LEFT, SAMPLED, Mismatch, Recognized, chosen, left
 
 Layout = tuple[str, ndarray, ndarray]  # words, indices [rows, n] of some rows that are normalized, and their channels
 Mode = tuple[bool, int, bool]  # whether a norm subtracts the mean, its degrees of freedom, whether epsilon is outside
@@ -22,7 +22,7 @@ MODES: tuple[Mode, ...] = tuple(
 def norms(block: Mismatch) -> Iterator[Recognized]:
     """Recognize a wrong epsilon or another kind of norm."""
     axes = list(dict.fromkeys([block.wanted.ndim - 1, min(1, block.wanted.ndim - 1)]))
-    spatial = [axis for axis in axes if any(_is_line(x, block.wanted, axis) for _, x in block.same)]
+    spatial = [axis for axis in axes if any(_is_line(x, block.wanted, axis, block.exact) for _, x in block.same)]
     layouts = list(_layouts(block.wanted.shape, axes, spatial))
     wanted, actual = block.wanted.ravel(), block.actual.ravel()
     for name, tensor in block.same:
@@ -37,7 +37,7 @@ def norms(block: Mismatch) -> Iterator[Recognized]:
             tries = MODES if _may_be_norm(x[table], wanted[table], some, channels) else ()
             for mode in tries:
                 error, epsilon, scale, shift = _fit(x[table], wanted[table], channels, mode)
-                if error <= EXACT:
+                if error <= block.exact:
                     others = [layout, *(other for other in layouts if other[0] != layout[0])]
                     yield from _other_norms(block.far, name, (x, actual, wanted), others, mode, epsilon, scale, shift)
                     return
@@ -74,7 +74,7 @@ def _may_be_norm(x: ndarray, y: ndarray, some: ndarray, channels: ndarray) -> bo
     return False
 
 
-def _is_line(x: ndarray, y: ndarray, axis: int) -> bool:
+def _is_line(x: ndarray, y: ndarray, axis: int, exact: float) -> bool:
     """Return whether y is a linear function of x in one channel of the first row of the batch."""
     if x.ndim > 2:
         x, y = (np.moveaxis(array, axis, 1)[0] for array in (x, y))
@@ -82,7 +82,7 @@ def _is_line(x: ndarray, y: ndarray, axis: int) -> bool:
         x, y = x.T, y.T
     x, y = x[0].ravel()[:64], y[0].ravel()[:64]
     slope = np.cov(x, y, bias=True)[0, 1] / max(x.var(), 1e-300)
-    return len(x) > 2 and is_close(y.mean() + slope * (x - x.mean()), y, EXACT)
+    return len(x) > 2 and is_close(y.mean() + slope * (x - x.mean()), y, exact)
 
 
 def _normal(x: ndarray, mode: Mode, epsilon: float) -> tuple[ndarray, ndarray]:
@@ -196,11 +196,11 @@ def _shown(epsilon: float, other: float, far: float) -> str:
 def _batch_norm(block: Mismatch, name: str, x: ndarray, axis: int) -> Iterator[Recognized]:
     """Recognize bugs if each channel of the correct tensor is a linear function of the same channel of x."""
     size, others = x.shape[axis], tuple(other for other in range(x.ndim) if other != axis)
-    if size < 4 or x.size < 4 * size or not _is_line(x, block.wanted, axis):
+    if size < 4 or x.size < 4 * size or not _is_line(x, block.wanted, axis, block.exact):
         return
     mean, variance = x.mean(others, keepdims=True), x.var(others, keepdims=True)
     lines = []
-    for y, far in ((block.wanted, EXACT), (block.actual, block.far)):
+    for y, far in ((block.wanted, block.exact), (block.actual, block.far)):
         scale = ((x - mean) * y).mean(others, keepdims=True) / np.maximum(variance, 1e-300)
         shift = y.mean(others, keepdims=True) - scale * mean
         if not is_close(scale * x + shift, y, far):

@@ -17,6 +17,7 @@ from transformer_parity.engine import signatures
 from transformer_parity.engine.signatures import ENOUGH, SAME, is_close, is_distribution, narrowed, shortened, written
 from transformer_parity.engine.signatures import wrong as is_wrong
 from transformer_parity.pairs.diagnose.formulas import (
+    EXACT,
     LEFT,
     Mismatch,
     Named,
@@ -41,7 +42,9 @@ NEAREST = 12  # maximum number of earlier tensors that are tested
 LOW = -1e3  # masked scores are below this value
 
 
-def recognize(actual: ndarray, wanted: ndarray, earlier: Arrays, weights: Arrays, far: float) -> list[Recognized]:
+def recognize(
+    actual: ndarray, wanted: ndarray, earlier: Arrays, weights: Arrays, far: float, exact: float = EXACT
+) -> list[Recognized]:
     """Return the kinds of bugs that explain the error of a tensor, starting with the most specific kind.
 
     Args:
@@ -50,6 +53,7 @@ def recognize(actual: ndarray, wanted: ndarray, earlier: Arrays, weights: Arrays
         earlier: The inputs and the correct tensors before this one, in the order of computation.
         weights: The weights of the model.
         far: Relative error above which an element is wrong.
+        exact: Relative tolerance for formulas that must reproduce the correct tensor.
     """
     if actual.size < ENOUGH or np.isnan(wanted).any() or np.isnan(actual).any():
         return []
@@ -77,7 +81,7 @@ def recognize(actual: ndarray, wanted: ndarray, earlier: Arrays, weights: Arrays
         if len(same) < NEAREST and value.size == right.size and is_float(value):
             same += [(name, found) for found in in_shape(np.asarray(value, np.float64), right.shape)]
     floats = {name: value for name, value in weights.items() if value.dtype.kind == "f"}
-    block = Mismatch(mine, right, same, near, floats, far)
+    block = Mismatch(mine, right, same, near, floats, far, exact)
     found: list[Recognized] = []
     if np.isfinite(right).all() and np.isfinite(mine).all():
         with np.errstate(all="ignore"):
