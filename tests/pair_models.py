@@ -109,6 +109,16 @@ class UnknownCause(Port):
         return np.sin(gate) + gate**2 / (1.0 + gate**2)
 
 
+class RoundedConstant(Port):
+    """Multiplies by a constant that is rounded to float32, even in float64."""
+
+    def load(self, weights: Any, dtype: str) -> None:
+        third = float(np.float32(1.0 / 3.0))
+        super().load(
+            {**weights, "norm.weight": weights["norm.weight"] * type(weights["norm.weight"][0])(3.0 * third)}, dtype
+        )
+
+
 class OtherAxes(Port):
     """Shows a tap with its last two axes exchanged."""
 

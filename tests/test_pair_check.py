@@ -107,6 +107,15 @@ def test_missing_output_diverges():
     assert "the original has no such tensor" in details
 
 
+def test_constant_rounded_to_float32_is_imprecise_in_float64():
+    result = compared("RoundedConstant", stages=("forward",))
+    assert (result.verdict.word, result.introduced) == ("IMPRECISE", ["norm"])
+    details = {one.detail.partition("; ")[2] for one in result.findings if one.verdict == "imprecise"}
+    assert details == {
+        "the error is smaller than a rounding error of float32, as if a constant were rounded to float32"
+    }
+
+
 def test_tap_with_other_axes_is_converted():
     result = compared("OtherAxes", stages=("forward",))
     assert result.verdict.word == "AGREE"

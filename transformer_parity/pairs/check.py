@@ -14,6 +14,7 @@ from numpy import ndarray
 from transformer_parity.engine.findings import AGREES, Finding, failure
 from transformer_parity.engine.localization import FINE, INHERITED, Mark
 from transformer_parity.engine.outputs import TAPS
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.engine.verdict import Author, Coverage
 from transformer_parity.pairs.compare.conditions import (
     fingerprints,
@@ -26,7 +27,7 @@ from transformer_parity.pairs.compare.decisions import follow, near_ties
 from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.fresh import ignored, without_effect
 from transformer_parity.pairs.compare.names import listed, propose, resolve, with_axes
-from transformer_parity.pairs.compare.rounding import REPRODUCED, correlations
+from transformer_parity.pairs.compare.rounding import GROSS, REPRODUCED, correlations
 from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs
 from transformer_parity.pairs.compare.tensors import Compared, compare_tensors
 from transformer_parity.pairs.compare.truth import ALL_EPS, NoTruthError, Tolerances, Truth
@@ -79,6 +80,7 @@ class _Comparison:
         self.original, self.port, self.result, self.progress = original, port, result, progress
         self.tolerances: dict[tuple[str, str], Tolerances] = {}
         self.wrong: list[Wrong] = []
+        self.agrees: dict[tuple[str, str], bool] = {}
 
     def run(self, settings: Settings, names: Mapping[str, Any] | None) -> None:
         """Compare everything, and locate and name the differences."""
@@ -142,7 +144,7 @@ class _Comparison:
         if "float64" in found and "float64" not in self.original.imported.dtypes:
             found.remove("float64")
             self.result.not_tested.append(f"float64: {self.original.name} doesn't run in float64")
-        return found
+        return sorted(found, key=ALL_EPS.__getitem__)  # float64 comes first, because it tells whether the math agrees
 
     def _stages(self, asked: Sequence[str] | None) -> list[str]:
         """Return the stages that are compared. A stage that the user requested is not left out silently."""
@@ -215,6 +217,9 @@ class _Comparison:
         except (NoTruthError, RunError) as error:
             yield authors[0].failed(TAPS, f"{self.original.name} in {dtype}: {error}")
             return
+        is_proven = self.agrees.get((stage, "float64"), False)
+        if is_proven and dtype == "float32":
+            tolerances = tolerances.times(POLICY["pair"]["rounded"]["if_float64_agrees"])
         self.tolerances[stage, dtype] = tolerances
         results = [name for name in tolerances.allowed if stage != FORWARD or name.startswith(OUTPUT)]
         most = max((tolerances.allowed[name] for name in results if name not in tolerances.zeros), default=0.0)
@@ -261,10 +266,12 @@ class _Comparison:
             names = list(dict.fromkeys(entry.name for entry in inexact))
             correlation = correlations(self.truth, self.runs, stage, batch, dtype, names)
         for entry in compared:
-            yield entry.finding(correlation.get(entry.name, 1.0))
+            is_rounding = is_proven and entry.error <= GROSS
+            yield entry.finding(0.0 if is_rounding else correlation.get(entry.name, 1.0))
+        self.agrees[stage, dtype] = not wrong
         if wrong:
             own = [entry.name for entry in wrong if entry.author is wrong[0].author and entry.name in expected]
-            is_math = any(entry.problem or correlation[entry.name] > REPRODUCED for entry in wrong)
+            is_math = any(entry.problem or correlation[entry.name] > REPRODUCED for entry in wrong) and not is_proven
             self.wrong.append(Wrong(stage, dtype, authors.index(wrong[0].author), own, is_math))
         for text in self.runs.modified:
             yield authors[0].compared(TAPS, "inputs", math.inf, 0.0, problem=text)

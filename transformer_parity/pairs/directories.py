@@ -30,7 +30,7 @@ from transformer_parity.engine.verdict import Author, Coverage
 from transformer_parity.pairs.compare.conditions import warnings, without_constants
 from transformer_parity.pairs.compare.difference import kept
 from transformer_parity.pairs.compare.names import Counterpart, Names, propose, resolve, with_axes
-from transformer_parity.pairs.compare.rounding import REPRODUCED
+from transformer_parity.pairs.compare.rounding import GROSS, REPRODUCED
 from transformer_parity.pairs.compare.stages import FORWARD, OUTPUT, Runs
 from transformer_parity.pairs.compare.tensors import compare_tensors
 from transformer_parity.pairs.compare.truth import ZERO, Tolerances, Truth
@@ -40,7 +40,6 @@ from transformer_parity.pairs.result import PairResult, Settings
 from transformer_parity.pairs.run.messages import Import
 from transformer_parity.pairs.run.side import two_sides
 
-GROSS = 0.05  # an error that is larger than the rounding errors of any dtype
 MANIFEST, KIND, FORMAT = "manifest.json", "pair", 1
 COPIED = "all tensors of seed {} in {} are bitwise equal to the expected ones, so they were copied, not computed"
 EXPECTED, DTYPES = "expected", ("float64", "float32")

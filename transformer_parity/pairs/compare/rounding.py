@@ -17,6 +17,7 @@ from transformer_parity.pairs.contract.implementation import Arrays
 
 CHANGE = 2.0**-6  # relative change of the weights, which is more than a rounding error of bfloat16
 DRAWS = 3
+GROSS = 0.05  # an error that is larger than the rounding errors of any dtype
 REPRODUCED = 0.5  # smallest correlation of the errors of a different formula
 
 

@@ -10,6 +10,7 @@ from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.outputs import TAPS
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.tolerances import EPS
 from transformer_parity.engine.verdict import Author
 from transformer_parity.pairs.compare.difference import difference, problem
 from transformer_parity.pairs.compare.names import Names, listed
@@ -18,6 +19,7 @@ from transformer_parity.pairs.compare.stages import OUTPUT, plain_name
 from transformer_parity.pairs.compare.truth import Tolerances
 from transformer_parity.pairs.contract.arrays import is_float
 
+SMALL = "the error is smaller than a rounding error of float32, as if a constant were rounded to float32"
 STAYS = "the error stays the same if all weights change by 1%, so it doesn't come from rounding"
 
 
@@ -31,7 +33,7 @@ class Compared:
         error: The relative error; infinite if there is a problem.
         tolerance: The largest accepted error.
         problem: A problem that makes the tensor diverge regardless of the tolerance.
-        detail: A description of a near-tie.
+        detail: A description of a near-tie, or of different decisions.
     """
 
     author: Author
@@ -53,9 +55,10 @@ class Compared:
             correlation: The correlation of the error with the errors after small changes of the weights; see
                 ``rounding``.
         """
-        detail = self.detail
-        if self.is_wrong and not self.problem and correlation > REPRODUCED and self.author.dtype != "float64":
-            detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {STAYS}"
+        detail, is_float64 = self.detail, self.author.dtype == "float64"
+        is_small = is_float64 and self.error <= EPS["float32"]
+        if self.is_wrong and not self.problem and (is_small or (correlation > REPRODUCED and not is_float64)):
+            detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {SMALL if is_small else STAYS}"
         return self.author.compared(
             TAPS,
             printable(plain_name(self.name)),
@@ -63,7 +66,7 @@ class Compared:
             self.tolerance,
             problem=self.problem,
             detail=detail,
-            is_rounding=correlation <= REPRODUCED,
+            is_rounding=is_small or correlation <= REPRODUCED,
         )
 
 
@@ -103,6 +106,9 @@ def compare_tensors(
         elif text := problem(actual[name], value, author.dtype, is_result):
             yield Compared(author, name, math.inf, limit, text)
         else:
-            yield Compared(author, name, difference(actual[name], value, tolerances.scale(name)), limit)
+            wrong = 0 if is_float(value) else int((actual[name] != value).sum())
+            detail = f"{wrong} of {value.size} values differ" if wrong else ""
+            error = difference(actual[name], value, tolerances.scale(name))
+            yield Compared(author, name, error, limit, detail=detail)
     for name in extra:
         yield Compared(author, name, math.inf, 0.0, "the original has no such tensor")

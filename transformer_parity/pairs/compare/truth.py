@@ -28,6 +28,7 @@ from transformer_parity.pairs.run.messages import Ran
 from transformer_parity.pairs.run.side import Side, SideModel
 
 ALL_EPS = {**EPS, "float16": 2.0**-10}
+OFF_GRID = 2.0**-20  # relative change of the weights so that they aren't representable in float32
 STEP = 2.0**-26  # relative change of the weights from step to step, smaller than a rounding error of float32
 WEIGHTS_OF_STEPS = {-2: 1.0, -1: -4.0, 0: 6.0, 1: -4.0, 2: 1.0}  # coefficients of the fourth difference
 PERTURBED = 3  # number of perturbed weights in each dtype
@@ -142,7 +143,7 @@ class Truth:
     def _noise(self, stage: str) -> dict[str, float]:
         """Return the relative rounding error of each tensor in float64, from its fourth difference."""
         rng = np.random.default_rng(0)
-        base = self.model().weights
+        base = varied(self.model().weights, OFF_GRID, rng)
         direction = {name: rng.uniform(-1.0, 1.0, np.shape(array)) for name, array in base.items()}
         batches = range(min(2, len(self.batches)))
         total: dict[tuple[int, str], ndarray] = {}
@@ -151,7 +152,7 @@ class Truth:
                 name: array * (1.0 + step * STEP * direction[name]) if is_float(array) else array
                 for name, array in base.items()
             }
-            model = self.original.model(changed, self.dtype) if step else self.model()
+            model = self.original.model(changed, self.dtype)
             for batch in batches:
                 for name, value in self._run(stage, model, batch).items():
                     if is_float(value):
@@ -234,6 +235,10 @@ class Tolerances:
 
     allowed: dict[str, float]
     zeros: dict[str, float]
+
+    def times(self, factor: float) -> Tolerances:
+        """Return larger tolerances."""
+        return Tolerances({name: factor * allowed for name, allowed in self.allowed.items()}, self.zeros)
 
     def scale(self, name: str) -> float:
         """Return the size to which the error of a tensor is relative; 0 for the size of the tensor itself."""

@@ -79,8 +79,9 @@ def _by_scale(truth: Truth, runs: Runs, located: Located, name: str) -> Iterator
         given = {key: scale * taps[key] for key in before}
         models = truth.exact(located.dtype), truth.of_port(runs.port, located.dtype)
         wanted, actual = (runs.forward(model, located.batch, given)[name] for model in models)
-        errors.append(difference(actual, wanted))
-    if errors and all(math.isclose(larger, 4.0 * error, rel_tol=0.05) for error, larger in itertools.pairwise(errors)):
+        errors.append(difference(actual, wanted) if is_float(wanted) else math.inf)
+    growth = [larger / error for error, larger in itertools.pairwise(errors) if 0.0 < error < math.inf]
+    if growth and all(math.isclose(ratio, 4.0, rel_tol=0.05) for ratio in growth):
         yield Recognized(
             "epsilon",
             "the error is 4 times as large if the inputs of the block are halved, as with another epsilon of a norm",

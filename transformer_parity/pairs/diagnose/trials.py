@@ -20,6 +20,7 @@ from transformer_parity.pairs.diagnose.recognize import Recognized
 from transformer_parity.pairs.run.side import RunError
 
 MOST_WEIGHTS = 200  # number of weights that are tried
+REPAIRED = 0.05  # largest remaining fraction of the error
 ORDINALS = {2: "halves", 3: "thirds", 4: "quarters"}
 
 
@@ -56,6 +57,7 @@ def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Itera
         repairs: Whether to rerun the port with changed weights, which takes most of the time.
     """
     wanted, actual = subject.original(subject.weights), subject.port(subject.port_weights)
+    error = difference(actual, wanted)
     if not is_float(wanted):  # a decision may stay the same although the weights change
         return
     names = [name for name, array in subject.weights.items() if is_float(array) and array.size][:MOST_WEIGHTS]
@@ -85,7 +87,7 @@ def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Itera
             return
         with suppress(RunError):  # the model may check its weights
             found = subject.port({**subject.port_weights, **changed})
-            if difference(found, wanted) <= subject.far:
+            if difference(found, wanted) <= min(subject.far, REPAIRED * error):
                 yield Recognized(kind, sentence)
                 return
 
