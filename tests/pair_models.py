@@ -119,6 +119,66 @@ class RoundedConstant(Port):
         )
 
 
+class OnePassVariance(Port):
+    """Computes the variance as the difference of two means, which have larger rounding errors."""
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        shift = inputs["x"].dtype.type(2.0)  # the error grows with the mean
+        x = inputs["x"] + shift
+        mean = x.mean(-1, keepdims=True)
+        variance = (x**2).mean(-1, keepdims=True) - mean**2
+        normal = (x - mean) / np.sqrt(variance + variance.dtype.type(1e-5))
+        x = tap("norm", normal * self.weights["norm.weight"] + self.weights["norm.bias"])
+        gate, up = tap("gate", x @ self.weights["gate.weight"]), tap("up", x @ self.weights["up.weight"])
+        return {"logits": self.head(tap("hidden", self.activation(gate) * up))}
+
+
+class OnePassVarianceFloat32(OnePassVariance):
+    dtypes = ("float32",)
+
+
+class Scalar(Original):
+    """Also returns a single number."""
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        found = super().forward(inputs, tap)
+        return {**found, "loss": (found["logits"] ** 2).mean()}
+
+
+class ScalarPort(Port):
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        found = super().forward(inputs, tap)
+        return {**found, "loss": (found["logits"] ** 2).mean()}
+
+
+class WrongScalar(ScalarPort):
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        found = super().forward(inputs, tap)
+        return {**found, "loss": 1.01 * found["loss"]}
+
+
+class WithNaN(Scalar):
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        found = super().forward(inputs, tap)
+        return {**found, "parts": np.where(np.arange(CLASSES) < 1, np.nan, found["logits"])}
+
+
+class NormInFloat32(Original):
+    """Computes the scale of the norm in float32, even in float64."""
+
+    def dtype_of(self, value: float) -> Any:
+        return np.dtype("float32").type(value)
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        w, x = self.weights, inputs["x"]
+        centered = x - x.mean(-1, keepdims=True)
+        scale = np.sqrt((centered.astype(np.float32) ** 2).mean(-1, keepdims=True) + np.float32(1e-5))
+        x = tap("norm", centered / scale.astype(x.dtype) * w["norm.weight"] + w["norm.bias"])
+        gate, up = tap("gate", x @ w["gate.weight"].T), tap("up", x @ w["up.weight"].T)
+        hidden = tap("hidden", gate / (1.0 + np.exp(-gate)) * up)
+        return {"logits": hidden @ w["head.weight"].T + w["head.bias"]}
+
+
 class OtherAxes(Port):
     """Shows a tap with its last two axes exchanged."""
 

@@ -291,6 +291,7 @@ def test_tolerances_match_the_listed_values():
             "rounded": {
                 "ratio": 4.0,
                 "floor_in_eps": 4.0,
+                "if_float64_agrees": 4.0,
                 "most": {"float32": 0.02, "float16": 0.2, "bfloat16": 0.5},
             },
         },

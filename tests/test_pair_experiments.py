@@ -10,6 +10,7 @@ import pytest
 
 from transformer_parity.pairs.check import compare_pair
 from transformer_parity.pairs.contract.source import Source
+from transformer_parity.pairs.diagnose.recognize import places, recognize
 from transformer_parity.pairs.diagnose.trials import WrongTensor, weight_trials
 from transformer_parity.pairs.result import Settings
 from transformer_parity.pairs.run.messages import Import
@@ -82,3 +83,20 @@ def test_cache_that_changes_the_logits_is_named():
     assert (result.verdict.word, result.introduced) == ("DIVERGE", ["next_logits_cached[2]"])
     assert [found.kind for found in result.named] == ["cache"]
     assert "the port's logits of step 2 differ from its own logits without a cache" in result.named[0].sentence
+
+
+def test_invalid_tensors_are_not_recognized():
+    x = np.random.default_rng(0).normal(size=(4, 9))
+    assert recognize(np.full_like(x, np.nan), x, {"x": x}, {}, 1e-9) == []
+    assert recognize(x[:, :8], x, {"x": x}, {}, 1e-9) == []
+    assert recognize(x[:1, :3] * 2.0, x[:1, :3], {}, {}, 1e-9) == []
+
+
+def test_places_are_indices_of_axes():
+    x = np.random.default_rng(0).normal(size=(2, 5, 9))
+    mine = x.copy()
+    mine[1, 2:4] += 1.0
+    assert places(mine, x) == [
+        "among indices 0 to 1 of axis 0, only 1 differs",
+        "among indices 0 to 4 of axis 1, only 2, 3 differ",
+    ]

@@ -115,3 +115,12 @@ def test_counterpart_without_axes_keeps_the_value():
     assert found.declared == {"a": Counterpart("a")}
     value = np.ones((2, 3))
     assert found.to_original({"a": value}, {"a": (2, 3)})[0]["a"] is value
+
+
+def test_axes_of_a_wrong_tensor_are_the_usual_ones():
+    rng = np.random.default_rng(0)
+    image = np.cumsum(np.cumsum(rng.normal(size=(2, 4, 4, 3)), 1), 2)
+    original = {"a": rng.normal(size=(2, 3, 4, 4)), "b": image.transpose(0, 3, 1, 2)}
+    port = {"x": original["a"].transpose(0, 2, 3, 1), "y": 0.45 * image + 0.55 * image.swapaxes(1, 2)}
+    assert str(propose({"b": original["b"]}, {"y": port["y"]})["b"].axes) == "a d c b -> a b c d"
+    assert str(propose(original, port)["b"].axes) == str(propose(original, port)["a"].axes) == "a c d b -> a b c d"

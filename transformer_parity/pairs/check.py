@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.findings import AGREES, Finding, failure
@@ -28,14 +29,14 @@ from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.fresh import ignored, without_effect
 from transformer_parity.pairs.compare.names import listed, propose, resolve, with_axes
 from transformer_parity.pairs.compare.rounding import GROSS, REPRODUCED, correlations
-from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs
+from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs, plain_name
 from transformer_parity.pairs.compare.tensors import Compared, compare_tensors
 from transformer_parity.pairs.compare.truth import ALL_EPS, NoTruthError, Tolerances, Truth
 from transformer_parity.pairs.contract.arrays import NARROW, cast, rounded
 from transformer_parity.pairs.diagnose.causes import diagnose
 from transformer_parity.pairs.diagnose.locate import Wrong, first_wrong, locate
 from transformer_parity.pairs.result import PairResult, RecordedPair, Settings
-from transformer_parity.pairs.run.messages import Import
+from transformer_parity.pairs.run.messages import Import, Ran
 from transformer_parity.pairs.run.side import RunError, Side, two_sides
 
 PATIENCE = 20.0  # seconds after which no further weights are tried
@@ -66,7 +67,8 @@ def compare_pair(
         with two_sides(original, port, settings.interpreters, settings.timeout) as (trusted, other):
             _Comparison(trusted, other, result, progress).run(settings, names)
     except (NoTruthError, OSError, RunError) as error:
-        result.findings.append(failure(result.port, str(error)))
+        side = result.original if isinstance(error, NoTruthError) else getattr(error, "side", "")
+        result.findings.append(failure(side or result.port, str(error)))
     except KeyboardInterrupt:
         result.findings.append(failure(result.port, "interrupted before everything was compared"))
     result.seconds = time.monotonic() - started
@@ -129,7 +131,9 @@ class _Comparison:
         self.progress("changing one weight at a time")
         unused, untried = without_effect(self.truth, stages, time.monotonic() + PATIENCE)
         if unused:
-            self.result.notes.append(f"no result depends on the weights {listed(unused)}, so they aren't compared")
+            self.result.notes.append(
+                f"changes of the weights {listed(unused)} affect no result, so they aren't compared"
+            )
         if untried:
             self.result.notes.append(f"{untried} weights weren't tested for an effect on the results, to save time")
 
@@ -179,14 +183,17 @@ class _Comparison:
         """Run both implementations once, check that the original is usable, and match the taps."""
         self.progress(f"running {self.original.name} in {self.truth.dtype}")
         runs = self.truth.first_runs()
+        self.result.taps = list(runs[0].taps)
         first, results = runs[0], [fingerprints(ran.outputs) for ran in runs]
         same = [name for name in results[0] if len({found[name] for found in results}) < 2 <= len(results)]
         self.result.notes += [f"output {name!r} is the same for all inputs" for name in same]
+        wrong = [plain_name(name) for name, value in {**first.taps, **first.outputs}.items() if np.isnan(value).any()]
+        if wrong:
+            self.result.notes.append(f"{self.original.name} computes NaN in {self.truth.dtype}: {listed(wrong)}")
         if not dtypes:
             return
-        try:
-            theirs = self.truth.of_port(self.port, dtypes[0]).forward(self.truth.batches[0])
-        except RunError:  # every comparison will report the exception
+        theirs = self._first_run(dtypes)
+        if theirs is None:
             return
         shared = [
             name
@@ -204,6 +211,13 @@ class _Comparison:
             {name: value for name, value in theirs.taps.items() if name not in used},
         )
         self.result.names = self.runs.names = found
+
+    def _first_run(self, dtypes: Sequence[str]) -> Ran | None:
+        """Return the port's result in the first dtype in which it runs. Every comparison reports the exceptions."""
+        for dtype in dtypes:
+            with suppress(RunError):
+                return self.truth.of_port(self.port, dtype).forward(self.truth.batches[0])
+        return None
 
     def _compare(self, stage: str, dtype: str) -> Iterator[Finding]:
         """Yield the findings of a stage in a dtype."""
@@ -258,7 +272,7 @@ class _Comparison:
             for name in changed[:1]:
                 compared.append(Compared(author, name, math.inf, 0.0, "the values change from call to call"))
         if stage != FORWARD and (why := unusable(seen)):
-            yield authors[0].failed(TAPS, f"{self.original.name}.{NEEDS[stage]}() can't be compared with: {why}")
+            yield authors[0].failed(TAPS, f"nothing can be concluded from {self.original.name}.{NEEDS[stage]}(): {why}")
         wrong = [entry for entry in compared if entry.is_wrong]
         correlation: dict[str, float] = {}
         if inexact := [entry for entry in wrong if not entry.problem]:
@@ -290,8 +304,7 @@ class _Comparison:
             try:
                 if first.stage == FORWARD:
                     allowed = self.tolerances[first.stage, first.dtype]
-                    coarse = self.tolerances.get((first.stage, "float32"), Tolerances({}, {})).allowed
-                    located = locate(self.truth, self.runs, first, allowed, coarse)
+                    located = locate(self.truth, self.runs, first, allowed)
                     self.result.located[:] = [located]
                 self.progress("looking for the cause")
                 self.result.named = diagnose(self.truth, self.runs, located)
@@ -323,6 +336,9 @@ class _Comparison:
                     for name, error in errors.items()
                 ]
                 self.result.recorded = RecordedPair(dtype, expected, actual, tuple(marks))
+                for mark in marks:
+                    if mark.verdict != FINE:  # a tap that was matched by its values, but doesn't correspond
+                        self.result.names.proposed.pop(mark.name, None)
 
 
 def _is_same(value: ndarray, again: ndarray | None, limit: float) -> bool:

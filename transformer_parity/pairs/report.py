@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from transformer_parity.engine.findings import FAILED, SKIPPED
+from transformer_parity.engine.localization import INTRODUCED, NOTHING, Mark
 from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.report.result import compared, tap_row
 from transformer_parity.engine.report.tables import (
@@ -23,7 +24,7 @@ from transformer_parity.engine.report.tables import (
 )
 from transformer_parity.engine.report.tree import print_blame
 from transformer_parity.pairs.compare.names import listed
-from transformer_parity.pairs.compare.stages import plain_name
+from transformer_parity.pairs.compare.stages import GRADIENTS, plain_name
 from transformer_parity.pairs.diagnose.causes import far
 from transformer_parity.pairs.diagnose.recognize import places
 from transformer_parity.pairs.result import PairResult
@@ -43,12 +44,15 @@ def print_result(console: Console, result: PairResult) -> None:
     print_problems(console, findings, verdict)
     for blame in result.blames:
         if blame.introduced:
-            marks = tuple(replace(mark, name=plain_name(mark.name)) for mark in blame.marks)
+            marks = tuple(_shown(mark) for mark in blame.marks)
             print_blame(console, replace(blame, marks=marks), "original")
     for place in result.introduced[:1]:
         mine = result.names.all.get(place)
         other = f" ({mine.name} in the port)" if mine is not None and mine.name != place else ""
-        print_line(console, "STARTS AT", "bold red", f" {place}{other}")
+        of = "the gradient of " if result.located[0].stage == GRADIENTS else ""
+        replay = result.located[0].blame
+        before = ", or before it, because no block could be rerun" if replay and replay.replayed == NOTHING else ""
+        print_line(console, "STARTS AT", "bold red", f" {of}{place}{other}{before}")
         wrong = any(finding.tap == place and math.isfinite(finding.error) for finding in findings)
         if wrong and not result.named:
             print_line(console, "CAUSE    ", "bold red", f" not recognized; {_advice(place, result)}")
@@ -64,13 +68,19 @@ def print_result(console: Console, result: PairResult) -> None:
             console,
             "NOTE     ",
             "",
-            f" {len(result.names.proposed)} taps were matched by their values; they help to locate a difference, but "
-            "the verdict doesn't depend on them (--write-names FILE saves the matches)",
+            f" taps matched by their values: {len(result.names.proposed)}; they help to locate a difference, but the "
+            "verdict doesn't depend on them (--write-names FILE saves the matches)",
         )
     failed = [f" ({finding.detail})" for finding in findings if finding.verdict == FAILED]  # printed above
     missing = [_without(text, failed) for text in verdict.missing]
     print_coverage(console, replace(verdict, missing=tuple(missing)), result.not_tested)
     console.print(verdict_line(verdict, findings, [own], result.seconds, trusted=result.original), soft_wrap=True)
+
+
+def _shown(mark: Mark) -> Mark:
+    """Return a mark for the tree, in which the error of a wrong block is its error on correct inputs."""
+    error = mark.isolated if mark.verdict == INTRODUCED else mark.free
+    return replace(mark, name=plain_name(mark.name), free=error)
 
 
 def _advice(place: str, result: PairResult) -> str:
@@ -79,6 +89,10 @@ def _advice(place: str, result: PairResult) -> str:
     taps = [plain_name(mark.name) for blame in result.blames for mark in blame.marks]
     before = taps[taps.index(place) - 1] if place in taps[1:] else ""
     advice = f"compare the code between {before} and {place}, or add taps there" if before else "add taps before it"
+    end = result.taps.index(place) if place in result.taps else len(result.taps)
+    start = result.taps.index(before) + 1 if before in result.taps else 0
+    if unmatched := result.taps[start:end]:
+        advice += f"; taps there without a counterpart in the port: {listed(unmatched)}"
     name, evidence = located.names[0], located.evidence
     if evidence is not None and name in evidence.isolated and name in evidence.wanted:
         advice = "; ".join([*places(evidence.isolated[name], evidence.wanted[name], far(located.dtype)), advice])

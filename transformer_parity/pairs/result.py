@@ -82,6 +82,7 @@ class PairResult:
         notes: Limits of the comparison, such as inputs without padding.
         not_tested: The comparisons that the implementations don't support.
         names: The correspondence of the taps.
+        taps: All taps of the original, in the order of computation.
         replaced: The weights whose constant values were replaced.
         versions: The versions of the frameworks of both implementations.
         seconds: The duration.
@@ -97,6 +98,7 @@ class PairResult:
     notes: list[str] = field(default_factory=list)
     not_tested: list[str] = field(default_factory=list)
     names: Names = field(default_factory=Names)
+    taps: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     versions: dict[str, Mapping[str, str]] = field(default_factory=dict)
     seconds: float = 0.0

@@ -187,8 +187,9 @@ def _folded(alike: Sequence[Node]) -> Text:
     """Return one line that describes adjacent parts of the model whose tensors have the same verdicts."""
     name = alike[0].name
     if len(alike) > 1:
-        number = alike[-1].name.rpartition(".")[2]
-        together = f"{name} to {number}" if number.isdecimal() else ", ".join(part.name for part in alike)
+        stem, _, number = alike[-1].name.rpartition(".")
+        is_range = number.isdecimal() and stem == name.rpartition(".")[0]
+        together = f"{name} to {number}" if is_range else ", ".join(part.name for part in alike)
         name = together if len(together) < 60 else f"{name} to {alike[-1].name}"
     marks = [mark for part in alike for mark in part.marks()]
     counts = {verdict: sum(mark.verdict == verdict for mark in marks) for verdict in STYLES}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from transformer_parity.engine.tensors import Tensors, digest
-from transformer_parity.pairs.contract.arrays import is_float
+from transformer_parity.pairs.contract.arrays import is_float, varied
 from transformer_parity.pairs.contract.implementation import Arrays
 
 EMPTY, NOT_FINITE = "empty", "not finite"  # fingerprints of tensors without values
@@ -41,13 +41,21 @@ def without_constants(weights: Arrays, fixed: Sequence[str]) -> tuple[Tensors, l
     return found, replaced
 
 
+def varied_inputs(inputs: Arrays, size: float, rng: np.random.Generator) -> Tensors:
+    """Return the inputs, with random relative changes of all floating-point values except masks."""
+    return varied(inputs, size, rng) | {name: array for name, array in inputs.items() if is_mask(array)}
+
+
 def fixed_constants(weights: Arrays, fixed: Sequence[str]) -> list[str]:
     """Return the names of the constant weights whose values ``without_constants`` doesn't replace."""
     return [name for name, array in weights.items() if _is_constant(array) and _is_fixed(name, fixed)]
 
 
 def _is_constant(array: np.ndarray) -> bool:
-    return is_float(array) and array.size > 0 and bool((array == array.flat[0]).all() and np.isfinite(array.flat[0]))
+    """Return whether all values are equal. A single value that is neither 0 nor 1 is not a constant initial value."""
+    if not is_float(array) or not array.size or not np.isfinite(array.flat[0]):
+        return False
+    return bool((array == array.flat[0]).all()) and (array.size > 1 or array.flat[0] in (0, 1))
 
 
 def _is_fixed(name: str, fixed: Sequence[str]) -> bool:
@@ -110,7 +118,7 @@ def _of_sizes(inputs: Arrays) -> Iterator[str]:
     ids = [name for name, array in arrays.items() if array.ndim == 2 and array.dtype.kind in "iu"]
     lengths = {arrays[name].shape[1] for name in ids if not is_mask(arrays[name])}
     if len(ids) > 1 and len(lengths) == 1 and not all(is_mask(arrays[name]) for name in ids[1:]):
-        yield f"all sequences have the same length, {lengths.pop()}, so exchanged lengths can't be seen"
+        yield f"all inputs with token IDs have the length {lengths.pop()}, so exchanged lengths can't be seen"
 
 
 def _of_masks(batches: Sequence[Arrays]) -> Iterator[str]:

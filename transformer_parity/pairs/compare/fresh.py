@@ -68,12 +68,18 @@ def without_effect(truth: Truth, stages: Sequence[str], deadline: float) -> tupl
     for i, name in enumerate(names):
         if time.monotonic() > deadline:
             return found, len(names) - i
-        changed = {**weights, name: weights[name] + 0.1 * (np.abs(weights[name]).max() or 1.0)}
+        changed = {**weights, name: disturbed(weights[name])}
         model = truth.original.model(changed, truth.dtype)
         with suppress(RunError):  # the original may check its weights
             if not any(_moves(truth, model, stage, batch) for stage in stages for batch in range(len(truth.batches))):
                 found.append(name)
     return found, 0
+
+
+def disturbed(array: ndarray) -> ndarray:
+    """Return a weight with changed values. The changes have both signs, because a softmax ignores a constant."""
+    noise = np.random.default_rng(0).uniform(-1.0, 1.0, array.shape)
+    return (array + 0.3 * (np.abs(array).max() or 1.0) * noise).astype(array.dtype)
 
 
 def _moves(truth: Truth, model: SideModel, stage: str, batch: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -20,6 +21,8 @@ from transformer_parity.pairs.contract.implementation import Arrays
 SAMPLES = 512  # number of elements from which a correlation is computed
 ALIKE, RELATED = 0.999, 0.5  # correlations of two tensors that are equal, and of two that probably correspond
 HOLES = r"([^{}]|\{[A-Za-z_]\w*\})*"  # form of a name in a map
+CERTAIN, SIMILAR = 2.0, 0.25  # the score of equal tensors, and a difference between scores that decides nothing
+Way = tuple[float, Axes | None]  # a score and the axes of a match
 MOST_NAMES = 6  # number of names that a sentence lists
 MOST_AXES = 5  # maximum number of axes for which all orders are tried
 
@@ -179,12 +182,14 @@ def propose(original: Arrays, port: Arrays) -> dict[str, Counterpart]:
         port: The port's tensors.
     """
     mine, theirs = list(original), list(port)
-    found = {
-        (i, j): match
+    options = {
+        (i, j): ways
         for i, name in enumerate(mine)
         for j, other in enumerate(theirs)
-        if (match := _match(name, original[name], other, port[other])) is not None
+        if (ways := _ways(name, original[name], other, port[other]))
     }
+    usual = Counter(way[1] for ways in options.values() if (way := _best(ways, {}))[0] >= CERTAIN)
+    found = {place: _best(ways, usual) for place, ways in options.items()}
     best = np.zeros((len(mine) + 1, len(theirs) + 1))  # largest total score of a match of the remaining taps
     for i in reversed(range(len(mine))):
         for j in reversed(range(len(theirs))):
@@ -203,15 +208,26 @@ def propose(original: Arrays, port: Arrays) -> dict[str, Counterpart]:
     return places
 
 
-def _match(name: str, value: ndarray, other: str, theirs: ndarray) -> tuple[float, Axes | None] | None:
-    """Return the score of a match and the axes, or None if two taps can't correspond."""
+def _ways(name: str, value: ndarray, other: str, theirs: ndarray) -> list[Way]:
+    """Return the scores and axes with which two taps may correspond."""
     if value.size != theirs.size or value.size < 2 or value.dtype.kind != "f" or theirs.dtype.kind != "f":
-        return None
+        return []
     likeness = SequenceMatcher(None, _words(name), _words(other)).ratio()
-    correlation, axes = max(_correlations(value, theirs), key=lambda found: (found[0], found[1] is None))
-    if correlation < RELATED and (likeness < 0.8 or axes is not None):
-        return None
-    return (2.0 if correlation > ALIKE else correlation) + 0.5 * likeness, axes
+    return [
+        ((CERTAIN if correlation > ALIKE else correlation) + 0.5 * likeness, axes)
+        for correlation, axes in _correlations(value, theirs)
+        if correlation >= RELATED or (likeness >= 0.8 and axes is None)
+    ]
+
+
+def _best(ways: Sequence[Way], usual: Mapping[Axes | None, int]) -> Way:
+    """Return the most likely way in which two taps correspond.
+
+    The values of a wrong tensor may fit several orders of axes. The usual order of the other taps is the most likely.
+    """
+    best = max(ways, key=lambda way: (way[0], way[1] is None))
+    near = [way for way in ways if way[0] >= best[0] - SIMILAR]
+    return best if best[0] >= CERTAIN else max(near, key=lambda way: (usual.get(way[1], 0), way[0], way[1] is None))
 
 
 def _words(name: str) -> list[str]:

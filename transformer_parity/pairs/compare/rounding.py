@@ -1,7 +1,7 @@
 """Tell whether an error comes from rounding or from a different formula.
 
-A different formula has an error that is a smooth function of the weights. If all weights change by about 1%, its error
-stays almost the same. Rounding errors are different every time, and therefore don't correlate.
+A different formula has an error that is a smooth function of the weights and inputs. If all of them change by about 1%,
+its error stays almost the same. Rounding errors are different every time, and therefore don't correlate.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from transformer_parity.engine.tensors import Tensors
+from transformer_parity.pairs.compare.conditions import varied_inputs
 from transformer_parity.pairs.compare.difference import kept
 from transformer_parity.pairs.compare.stages import Runs
 from transformer_parity.pairs.compare.truth import Truth
-from transformer_parity.pairs.contract.arrays import cast
+from transformer_parity.pairs.contract.arrays import cast, rounded
 from transformer_parity.pairs.contract.implementation import Arrays
 
 CHANGE = 2.0**-6  # relative change of the weights, which is more than a rounding error of bfloat16
@@ -22,7 +23,7 @@ REPRODUCED = 0.5  # smallest correlation of the errors of a different formula
 
 
 def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, names: list[str]) -> dict[str, float]:
-    """Return how much the errors of a port correlate with its errors after small changes of all weights.
+    """Return how much the errors of a port correlate with its errors after small changes of all weights and inputs.
 
     Args:
         truth: The original.
@@ -33,23 +34,29 @@ def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, n
         names: The names of the tensors.
     """
     usual = _errors(truth, runs, stage, batch, dtype, None)
+    rng = np.random.default_rng(1000)
     found: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(DRAWS):
         weights = truth.perturbed(dtype, CHANGE, 1000 + seed)
-        changed = _errors(truth, runs, stage, batch, dtype, weights)
+        inputs = cast(rounded(varied_inputs(runs.batches[batch], CHANGE, rng), dtype), "float32")
+        changed = _errors(truth, runs, stage, batch, dtype, (weights, inputs))
         for name in names:
             if name in usual and name in changed:
                 found[name].append(_cosine(usual[name], changed[name]))
     return {name: float(np.mean(values)) if values else 1.0 for name, values in found.items()}
 
 
-def _errors(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, weights: Arrays | None) -> Tensors:
-    if weights is None:
+def _errors(
+    truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, changed: tuple[Arrays, Arrays] | None
+) -> Tensors:
+    inputs = None
+    if changed is None:
         expected, port = truth.tensors(stage, batch, dtype), truth.of_port(runs.port, dtype)
     else:
-        expected = runs.run(stage, truth.original.model(cast(weights, truth.dtype), truth.dtype), batch)
+        weights, inputs = changed
+        expected = runs.run(stage, truth.original.model(cast(weights, truth.dtype), truth.dtype), batch, inputs)
         port = runs.port.model(weights, dtype)
-    actual = runs.run(stage, port, batch)
+    actual = runs.run(stage, port, batch, inputs)
     return {
         name: np.where(kept(value) & kept(actual[name]), np.asarray(actual[name], np.float64) - value, 0.0)
         for name, value in expected.items()

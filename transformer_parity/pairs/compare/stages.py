@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy import ndarray
@@ -104,8 +104,11 @@ class Runs:
             self.prefixes[batch] = tokens
         return found
 
-    def run(self, stage: str, model: SideModel, batch: int) -> Tensors:
-        """Return the tensors of a stage."""
+    def run(self, stage: str, model: SideModel, batch: int, inputs: Arrays | None = None) -> Tensors:
+        """Return the tensors of a stage, for different inputs of the same shapes if they are given."""
+        if inputs is not None:
+            batches = [*self.batches[:batch], inputs, *self.batches[batch + 1 :]]
+            return replace(self, batches=batches).run(stage, model, batch)
         if stage == FORWARD:
             return self.forward(model, batch)
         if stage == GRADIENTS:

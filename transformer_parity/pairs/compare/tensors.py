@@ -20,7 +20,7 @@ from transformer_parity.pairs.compare.truth import Tolerances
 from transformer_parity.pairs.contract.arrays import is_float
 
 SMALL = "the error is smaller than a rounding error of float32, as if a constant were rounded to float32"
-STAYS = "the error stays the same if all weights change by 1%, so it doesn't come from rounding"
+STAYS = "the error stays the same if all weights and inputs change by 1%, so it doesn't come from rounding"
 
 
 @dataclass(frozen=True)

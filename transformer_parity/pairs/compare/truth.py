@@ -5,8 +5,8 @@
   too optimistic, because its error is random, and because a discrete decision such as a top-k may or may not flip.
   Therefore, the tolerance is based on the largest error for several inputs and several perturbed weights.
 - In float64, there is nothing more precise to compare with. The noise of the original is measured instead: if the
-  weights change by tiny equal steps, the tensors of a smooth function change along a polynomial, and the fourth
-  difference of five steps contains only rounding errors.
+  weights and inputs change by tiny equal steps, the tensors of a smooth function change along a polynomial, and the
+  fourth difference of five steps contains only rounding errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import EPS, POLICY, by_baseline
-from transformer_parity.pairs.compare.conditions import fingerprints, unusable
+from transformer_parity.pairs.compare.conditions import fingerprints, unusable, varied_inputs
 from transformer_parity.pairs.compare.difference import difference, kept, parts
 from transformer_parity.pairs.contract.arrays import cast, is_float, rounded, varied
 from transformer_parity.pairs.contract.implementation import Arrays
@@ -36,7 +36,7 @@ ZERO = 1e-4  # a tensor is zero except for rounding if it is this much smaller i
 SAME = 1e-9  # largest relative difference of two identical runs, which may use different numbers of threads
 ZERO_RATIO = 16.0  # largest accepted size of such a tensor, as a multiple of the original's
 # Runs a stage of a model on a batch, and returns its tensors in the order of computation.
-Run = Callable[[str, SideModel, int], Tensors]
+Run = Callable[..., Tensors]
 
 
 class NoTruthError(Exception):
@@ -114,7 +114,7 @@ class Truth:
                     f"{output!r} has dtype {value.dtype.name}; if it can't run in float64, set dtypes = ('float32',)"
                 )
         if why := unusable([fingerprints(ran.outputs) for ran in runs]):
-            raise NoTruthError(f"{name}.forward() can't be compared with: {why}")
+            raise NoTruthError(f"nothing can be concluded from {name}.forward(): {why}")
         return runs
 
     def tensors(self, stage: str, batch: int, dtype: str = "") -> Tensors:
@@ -144,17 +144,16 @@ class Truth:
         """Return the relative rounding error of each tensor in float64, from its fourth difference."""
         rng = np.random.default_rng(0)
         base = varied(self.model().weights, OFF_GRID, rng)
-        direction = {name: rng.uniform(-1.0, 1.0, np.shape(array)) for name, array in base.items()}
-        batches = range(min(2, len(self.batches)))
+        batches = [varied_inputs(cast(batch, "float64"), OFF_GRID, rng) for batch in self.batches[:2]]
+        seed = int(rng.integers(1 << 32))
         total: dict[tuple[int, str], ndarray] = {}
         for step, weight in WEIGHTS_OF_STEPS.items():
-            changed = {
-                name: array * (1.0 + step * STEP * direction[name]) if is_float(array) else array
-                for name, array in base.items()
-            }
-            model = self.original.model(changed, self.dtype)
-            for batch in batches:
-                for name, value in self._run(stage, model, batch).items():
+            # The same random numbers in every step, so that the weights and inputs change along a line.
+            weights = varied(base, step * STEP, np.random.default_rng(seed))
+            model = self.original.model(weights, self.dtype)
+            for batch, inputs in enumerate(batches):
+                inputs = varied_inputs(inputs, step * STEP, np.random.default_rng(seed))
+                for name, value in self.run(stage, model, batch, inputs).items():
                     if is_float(value):
                         total[batch, name] = total.get((batch, name), 0.0) + weight * _finite(value)
         scale = math.sqrt(sum(weight**2 for weight in WEIGHTS_OF_STEPS.values()))

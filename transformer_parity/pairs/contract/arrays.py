@@ -124,16 +124,17 @@ def use_dtype(dtype: str) -> None:
         jax.config.update("jax_enable_x64", wide)
 
 
-class Taps(dict[str, ndarray]):
+class Taps:
     """The tap that an implementation receives. It stores computed values and returns their replacements.
 
     Attributes:
+        values: The computed values, in the order of computation.
         replacements: The arrays that replace computed values, keyed by tap name.
         captured: The names of taps that the ``capture`` module called, in contrast to taps in the user's code.
     """
 
     def __init__(self, replacements: Arrays | None = None) -> None:
-        super().__init__()
+        self.values: Tensors = {}
         self.replacements = dict(replacements or {})
         self.captured: set[str] = set()
 
@@ -148,17 +149,17 @@ class Taps(dict[str, ndarray]):
             raise TypeError(f"the name of a tap must be a string: got {name!r}")
         if name.startswith(OUTPUT):
             raise ValueError(f"the name of a tap must not start with {OUTPUT!r}: got {name!r}")
-        if name in self:
+        if name in self.values:
             raise ValueError(f"tap {name!r} was called twice in one run; give each value a different name")
         try:
-            self[name] = to_numpy(value)
+            self.values[name] = to_numpy(value)
         except TypeError as error:
             raise TypeError(f"tap {name!r}: {error}") from error
         if name not in self.replacements:
             return value
         wanted = self.replacements[name]
-        if wanted.shape != self[name].shape:
-            raise ValueError(f"tap {name!r} has shape {list(self[name].shape)}: got {list(wanted.shape)}")
+        if wanted.shape != self.values[name].shape:
+            raise ValueError(f"tap {name!r} has shape {list(self.values[name].shape)}: got {list(wanted.shape)}")
         return like(wanted, value)
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from numpy import ndarray
 
@@ -26,6 +27,7 @@ from transformer_parity.pairs.run.side import RunError, SideModel
 
 FAR = {"float64": 1e-9}  # relative error above which an element is wrong
 FAR_IN_EPS = 64.0  # the same in narrower dtypes, in units of eps
+MOST_PLACES = 6  # number of further differences whose causes are looked for
 LEAST_VALUES = 8  # a tensor with fewer values shows no pattern
 PATIENCE = 30.0  # seconds after which no further causes are tried
 
@@ -60,7 +62,19 @@ def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
                     return found
         if time.monotonic() > deadline:
             break
-    return [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}") for one in found]
+    named = [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}") for one in found]
+    return named + _elsewhere(truth, runs, located, subject, {one.kind for one in found})
+
+
+def _elsewhere(truth: Truth, runs: Runs, located: Located, subject: WrongTensor, kinds: set[str]) -> list[Recognized]:
+    """Return the causes of the other differences, if the patterns in their values show them."""
+    found = []
+    for name in [name for name in located.names if name != subject.name][:MOST_PLACES]:
+        if located.evidence is not None and name in located.evidence.isolated:
+            for one in _by_values(truth, runs, located, replace(subject, name=name)):
+                if one.kind not in kinds:
+                    found.append(Recognized(one.kind, f"at {plain_name(name)}, {one.sentence}"))
+    return found
 
 
 def _by_scale(truth: Truth, runs: Runs, located: Located, name: str) -> Iterator[Recognized]:

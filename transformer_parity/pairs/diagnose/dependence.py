@@ -44,7 +44,7 @@ def dependence(truth: Truth, runs: Runs, located: Located) -> Iterator[Recognize
             wrong = {
                 index
                 for name, value in before.items()
-                if value.shape == after[name].shape
+                if value.ndim and value.shape == after[name].shape
                 for index in where(np.abs(np.asarray(after[name] - value)) > least * np.abs(value).max(initial=1e-30))
             }
             found.append(wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,7 +92,7 @@ def first_wrong(stage: str, dtype: str, batch: int, wrong: list[str]) -> Located
     return Located(stage, dtype, batch, wrong[::-1] if stage == GRADIENTS else wrong[:1])
 
 
-def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances, coarse: Mapping[str, float]) -> Located:
+def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances) -> Located:
     """Rerun each block of a forward pass on the original's values.
 
     Args:
@@ -100,7 +100,6 @@ def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances, coars
         runs: The runs of both implementations.
         first: The tensors that differ in a normal run.
         tolerances: The largest accepted errors.
-        coarse: The largest accepted errors in float32; empty if they are unknown.
     """
     dtype, batch, wrong = first.dtype, first.batch, first.names
     rule = POLICY["pair"]["rounded"]
@@ -134,8 +133,8 @@ def locate(truth: Truth, runs: Runs, first: Wrong, tolerances: Tolerances, coars
     except RunError:
         return first_wrong(FORWARD, dtype, batch, wrong)
     marks = [mark for mark in evidence.blame.marks if mark.verdict == INTRODUCED and mark.name in evidence.expected]
-    # An error that float32 hides may only be a lack of precision, so larger errors are more relevant.
-    large = [mark for mark in marks if not mark.isolated <= max(mark.tolerance, coarse.get(mark.name, 0.0))]
+    # An error below a rounding error of float32 is only a lack of precision, so larger errors are more relevant.
+    large = [mark for mark in marks if not mark.isolated <= max(mark.tolerance, ALL_EPS["float32"])]
     return Located(FORWARD, dtype, batch, [mark.name for mark in large or marks] or wrong[:1], evidence)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy import ndarray
@@ -66,31 +67,43 @@ def recognize(
         right, mine = np.where(low, 0.0, right), np.where(low, 0.0, mine)
     if fills or not is_wrong(mine, right, far).any():
         return fills
-    narrow = []
-    if words := narrowed(actual, right):
-        narrow = [Recognized("narrower dtype", words)]
-        dtype = next(dtype for dtype in signatures.NARROW if dtype in words)
-        far = max(far, 8.0 * 2.0 ** -{"bfloat16": 8, "float16": 11, "float32": 24}[dtype])
-        if not is_wrong(mine, right, far).any():
-            return narrow
+    floats = {name: value for name, value in weights.items() if value.dtype.kind == "f"}
+    block = Mismatch(mine, right, *_earlier(earlier, right), floats, far, exact)
+    if not (words := narrowed(actual, right)):
+        return _kinds(block)
+    narrow = Recognized("narrower dtype", words)
+    if found := _kinds(block):  # all values may have the precision of the weights, which are float32 numbers
+        return found
+    dtype = next(dtype for dtype in signatures.NARROW if dtype in words)
+    block = replace(block, far=max(far, 8.0 * 2.0 ** -{"bfloat16": 8, "float16": 11, "float32": 24}[dtype]))
+    if not is_wrong(mine, right, block.far).any():
+        return [narrow]
+    return [*found, narrow] if (found := _kinds(block)) else []
+
+
+def _earlier(earlier: Arrays, wanted: ndarray) -> tuple[Named, Named]:
+    """Return the nearest earlier tensors with the shape of the correct tensor, and the nearest ones of any shape."""
     same: Named = []
     near: Named = []
     for name, value in reversed(list(earlier.items())):
         if len(near) < NEAREST and is_float(value):
             near.append((name, np.asarray(value, np.float64)))
-        if len(same) < NEAREST and value.size == right.size and is_float(value):
-            same += [(name, found) for found in in_shape(np.asarray(value, np.float64), right.shape)]
-    floats = {name: value for name, value in weights.items() if value.dtype.kind == "f"}
-    block = Mismatch(mine, right, same, near, floats, far, exact)
-    found: list[Recognized] = []
-    if np.isfinite(right).all() and np.isfinite(mine).all():
-        with np.errstate(all="ignore"):
-            found = [*_zeros(block), *_dropped(block), *_multiples(block), *_moved(block)]
-            found += [] if found else _attention(block)
-            if not found:
-                found = [*looked_up(block), *_sums(block), *selected(block), *rotary(block)]
-                found += [*norms(block), *activations(block)]
-    return [*dict.fromkeys(found), *narrow]
+        if len(same) < NEAREST and value.size == wanted.size and is_float(value):
+            same += [(name, found) for found in in_shape(np.asarray(value, np.float64), wanted.shape)]
+    return same, near
+
+
+def _kinds(block: Mismatch) -> list[Recognized]:
+    """Return the kinds of bugs that explain an error."""
+    if not (np.isfinite(block.wanted).all() and np.isfinite(block.actual).all()):
+        return []
+    with np.errstate(all="ignore"):
+        found = [*_zeros(block), *_dropped(block), *_multiples(block), *_moved(block)]
+        found = found or [*_attention(block)]
+        if not found:
+            found = [*looked_up(block), *_sums(block), *selected(block), *rotary(block)]
+            found += [*norms(block), *activations(block)]
+    return list(dict.fromkeys(found))
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:

@@ -14,6 +14,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.pairs.compare.difference import difference
+from transformer_parity.pairs.compare.fresh import disturbed
 from transformer_parity.pairs.compare.names import listed
 from transformer_parity.pairs.contract.arrays import is_float
 from transformer_parity.pairs.diagnose.recognize import Recognized
@@ -65,10 +66,10 @@ def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Itera
     for name in names:
         if time.monotonic() > deadline:
             return
-        if not np.array_equal(subject.original({**subject.weights, name: _changed(subject.weights[name])}), wanted):
+        if not np.array_equal(subject.original({**subject.weights, name: disturbed(subject.weights[name])}), wanted):
             used.add(name)
         if not np.array_equal(
-            subject.port({**subject.port_weights, name: _changed(subject.port_weights[name])}), actual
+            subject.port({**subject.port_weights, name: disturbed(subject.port_weights[name])}), actual
         ):
             used_by_port.add(name)
     unused = [name for name in names if name in used - used_by_port]
@@ -78,8 +79,10 @@ def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Itera
     elif unused:
         yield Recognized("unused weights", f"the port doesn't use {listed(unused)}")
     elif extra:
-        yield Recognized("swapped weights", f"the port uses {listed(extra)}, but the original doesn't")
-    if not repairs:
+        yield Recognized(
+            "swapped weights", f"changes of {listed(extra)} affect this value in the port, but not in the original"
+        )
+    if unused or extra or not repairs:
         return
     related = [name for name in names if name in used | used_by_port]
     for kind, sentence, changed in _repairs({name: subject.port_weights[name] for name in related}):
@@ -90,11 +93,6 @@ def weight_trials(subject: WrongTensor, deadline: float, repairs: bool) -> Itera
             if difference(found, wanted) <= min(subject.far, REPAIRED * error):
                 yield Recognized(kind, sentence)
                 return
-
-
-def _changed(array: ndarray) -> ndarray:
-    noise = np.random.default_rng(0).uniform(0.5, 1.0, array.shape) * (np.abs(array).max() or 1.0)
-    return (array + 0.1 * noise).astype(array.dtype)
 
 
 def _repairs(weights: Tensors) -> Iterator[tuple[str, str, Tensors]]:
@@ -126,7 +124,7 @@ def _repairs(weights: Tensors) -> Iterator[tuple[str, str, Tensors]]:
         for name, other in itertools.combinations(changed_weights, 2):
             if weights[name].ndim == weights[other].ndim:
                 pair = {name: changed_weights[name], other: changed_weights[other]}
-                yield kind, f"{name} and {other} {words}", pair
+                yield kind, f"{name} and {other}: each {words}", pair
 
 
 def _variants(array: ndarray) -> Iterator[tuple[str, str, ndarray]]:

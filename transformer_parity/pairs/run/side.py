@@ -26,7 +26,16 @@ SILENCE = 600.0  # seconds without an answer after which a process is stopped
 
 
 class RunError(Exception):
-    """An implementation can't be imported, or a call of it failed."""
+    """An implementation can't be imported, or a call of it failed.
+
+    Args:
+        why: The reason.
+        side: The name of the implementation that failed; empty if it is unknown.
+    """
+
+    def __init__(self, why: str, side: str = "") -> None:
+        super().__init__(why)
+        self.side = side
 
 
 class Side:
@@ -58,7 +67,7 @@ class Side:
         """
         answer = self._answer()
         if isinstance(answer, Broken):
-            raise RunError(answer.why)
+            raise RunError(answer.why, self.name)
         self.imported = answer
 
     def has(self, method: str) -> bool:
@@ -72,10 +81,12 @@ class Side:
             RunError: If the method is missing or raises an exception.
         """
         if not self.has(method):
-            raise RunError(f"{self.name} must define {method}(), because it is the implementation that you trust")
+            raise RunError(
+                f"{self.name} must define {method}(), because it is the implementation that you trust", self.name
+            )
         found = self._ask(Call("", method, (seed,))).outputs
         if not found:
-            raise RunError(f"{self.name}.{method}() returned no arrays")
+            raise RunError(f"{self.name}.{method}() returned no arrays", self.name)
         return found
 
     def model(self, weights: Arrays, dtype: str) -> SideModel:
@@ -104,20 +115,20 @@ class Side:
 
     def _ask(self, request: Any) -> Ran:
         if self._ended:
-            raise RunError(self._ended)
+            raise RunError(self._ended, self.name)
         self._child.send(request)
         answer = self._answer()
         if isinstance(answer, Raised):
-            raise RunError(answer.why)
+            raise RunError(answer.why, self.name)
         return answer
 
     def _answer(self) -> Any:
         for _, answer in self._children.listen([self._child], patience=self._timeout):
             if isinstance(answer, ChildEndedError):
                 self._ended = f"{answer.how}: {answer.last_line}"
-                raise RunError(self._ended)
+                raise RunError(self._ended, self.name)
             return answer
-        raise RunError("the process ended")
+        raise RunError("the process ended", self.name)
 
 
 class SideModel:

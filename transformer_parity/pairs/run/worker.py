@@ -109,7 +109,7 @@ class Runner:
         else:
             found = getattr(model, method)(*arguments)
             outputs = {LOGITS: to_numpy(found)} if method == "next_logits" else shown(found, f"{method}()")
-        return Ran(outputs, dict(taps), frozenset(taps.captured), _modified(before, request.arguments))
+        return Ran(outputs, taps.values, frozenset(taps.captured), _modified(before, request.arguments))
 
 
 def _words(value: Any) -> tuple[str, ...]:
