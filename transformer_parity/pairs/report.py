@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from transformer_parity.engine.findings import FAILED, SKIPPED
+from transformer_parity.engine.findings import DIVERGES, FAILED, SKIPPED
 from transformer_parity.engine.localization import INTRODUCED, NOTHING, Mark
 from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.report.result import compared, tap_row
@@ -53,8 +53,8 @@ def print_result(console: Console, result: PairResult) -> None:
         replay = result.located[0].blame
         before = ", or before it, because no block could be rerun" if replay and replay.replayed == NOTHING else ""
         print_line(console, "STARTS AT", "bold red", f" {of}{place}{other}{before}")
-        wrong = any(finding.tap == place and math.isfinite(finding.error) for finding in findings)
-        if wrong and not result.named:
+        is_shown = any(finding.tap == place and math.isinf(finding.error) for finding in findings)  # with its problem
+        if not is_shown and not any(named.sentence.startswith(f"at {place},") for named in result.named):
             print_line(console, "CAUSE    ", "bold red", f" not recognized; {_advice(place, result)}")
     for named in result.named:
         print_line(console, "CAUSE    ", "bold red", f" {named.sentence}")
@@ -94,7 +94,7 @@ def _advice(place: str, result: PairResult) -> str:
     if unmatched := result.taps[start:end]:
         advice += f"; taps there without a counterpart in the port: {listed(unmatched)}"
     name, evidence = located.names[0], located.evidence
-    if evidence is not None and name in evidence.isolated and name in evidence.wanted:
+    if result.verdict.verdict == DIVERGES and evidence and name in evidence.isolated and name in evidence.wanted:
         advice = "; ".join([*places(evidence.isolated[name], evidence.wanted[name], far(located.dtype)), advice])
     return advice
 

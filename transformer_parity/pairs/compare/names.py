@@ -216,18 +216,28 @@ def _ways(name: str, value: ndarray, other: str, theirs: ndarray) -> list[Way]:
     return [
         ((CERTAIN if correlation > ALIKE else correlation) + 0.5 * likeness, axes)
         for correlation, axes in _correlations(value, theirs)
-        if correlation >= RELATED or (likeness >= 0.8 and axes is None)
+        if correlation >= RELATED or (likeness >= 0.8 and axes is None and value.shape == theirs.shape)
     ]
 
 
 def _best(ways: Sequence[Way], usual: Mapping[Axes | None, int]) -> Way:
     """Return the most likely way in which two taps correspond.
 
-    The values of a wrong tensor may fit several orders of axes. The usual order of the other taps is the most likely.
+    The values of a wrong tensor may fit several orders of axes. The usual order of the other taps is the most likely,
+    or the order that exchanges the fewest axes.
     """
     best = max(ways, key=lambda way: (way[0], way[1] is None))
     near = [way for way in ways if way[0] >= best[0] - SIMILAR]
-    return best if best[0] >= CERTAIN else max(near, key=lambda way: (usual.get(way[1], 0), way[0], way[1] is None))
+    return (
+        best if best[0] >= CERTAIN else max(near, key=lambda way: (usual.get(way[1], 0), -_exchanged(way[1]), way[0]))
+    )
+
+
+def _exchanged(axes: Axes | None) -> int:
+    """Return the number of pairs of axes whose order differs."""
+    names = [name for axis in axes.port for name in axis] if axes else []
+    order = [name for axis in axes.original for name in axis] if axes else []
+    return sum(order.index(one) > order.index(two) for one, two in itertools.combinations(names, 2))
 
 
 def _words(name: str) -> list[str]:

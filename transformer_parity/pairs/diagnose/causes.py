@@ -73,6 +73,7 @@ def _elsewhere(truth: Truth, runs: Runs, located: Located, subject: WrongTensor,
         if located.evidence is not None and name in located.evidence.isolated:
             for one in _by_values(truth, runs, located, replace(subject, name=name)):
                 if one.kind not in kinds:
+                    kinds.add(one.kind)
                     found.append(Recognized(one.kind, f"at {plain_name(name)}, {one.sentence}"))
     return found
 
