@@ -81,8 +81,7 @@ def _elsewhere(truth: Truth, runs: Runs, located: Located, subject: WrongTensor,
 def _by_scale(truth: Truth, runs: Runs, located: Located, name: str) -> Iterator[Recognized]:
     """Recognize a different epsilon of a norm whose input has no tap, from blocks with smaller inputs.
 
-    A norm divides by ``sqrt(variance + epsilon)``. If its input is halved, the effect of epsilon is 4 times as
-    large.
+    A norm divides by ``sqrt(variance + epsilon)``. If its input is halved, the effect of epsilon quadruples.
     """
     evidence = located.evidence
     if evidence is None:
