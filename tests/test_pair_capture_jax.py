@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from conftest import Backend
 from test_pair_capture import Replay, X
 
 from transformer_parity.pair import capture
+from transformer_parity.pairs.contract.arrays import Taps
 
 
 @pytest.fixture
@@ -174,3 +176,19 @@ def test_linen_models_inside_and_beside_the_model_are_not_shown(jax):
     with capture.linen(model, Replay()), capture.linen(model, seen):
         model.apply(variables, X)
     assert "clone" not in vars(model)
+
+
+def test_tap_can_be_an_attribute_of_a_linen_module(jax):
+    from flax import linen
+
+    class Layer(linen.Module):
+        tap: Callable
+
+        @linen.compact
+        def __call__(self, x):
+            return self.tap("y", linen.Dense(3)(x))
+
+    weights = Layer(lambda name, value: value).init(jax.random.key(0), X)
+    taps = Taps()
+    output = Layer(taps).apply(weights, X)
+    assert np.array_equal(taps.values["y"], output)
