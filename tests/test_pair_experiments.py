@@ -71,7 +71,7 @@ def causes(name, **settings):
 def test_epsilon_of_a_norm_without_taps_is_named(dtype):
     (found,) = causes("HiddenEpsilon", stages=("forward",), dtypes=(dtype,)).named
     assert found.kind == "epsilon"
-    assert found.sentence.endswith("if the inputs of the block are halved, as with another epsilon of a norm")
+    assert found.sentence.endswith("quadruples the error, which is typical of a different epsilon in a norm")
 
 
 def test_other_differences_do_not_look_like_epsilon():

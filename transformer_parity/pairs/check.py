@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.findings import AGREES, Finding, failure
+from transformer_parity.engine.findings import AGREES, DIVERGES, Finding, failure
 from transformer_parity.engine.localization import FINE, INHERITED, Mark
 from transformer_parity.engine.outputs import TAPS
 from transformer_parity.engine.tolerances import POLICY
@@ -28,8 +28,8 @@ from transformer_parity.pairs.compare.decisions import follow, near_ties
 from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.fresh import ignored, without_effect
 from transformer_parity.pairs.compare.names import listed, propose, resolve, with_axes
-from transformer_parity.pairs.compare.rounding import GROSS, REPRODUCED, correlations
-from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs, plain_name
+from transformer_parity.pairs.compare.rounding import GROSS, correlations
+from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, NEEDS, OUTPUT, Runs
 from transformer_parity.pairs.compare.tensors import Compared, compare_tensors
 from transformer_parity.pairs.compare.truth import ALL_EPS, NoTruthError, Tolerances, Truth
 from transformer_parity.pairs.contract.arrays import NARROW, cast, rounded
@@ -40,6 +40,7 @@ from transformer_parity.pairs.run.messages import Import, Ran
 from transformer_parity.pairs.run.side import RunError, Side, two_sides
 
 PATIENCE = 20.0  # seconds after which no further weights are tried
+FEW = 8  # number of values whose errors don't correlate by chance
 EXACT = 1e-8  # tolerance in float64 above which the original seems to compute in float32
 Progress = Callable[[str], None]
 
@@ -126,7 +127,9 @@ class _Comparison:
         found = [ignored(self.truth, self.runs, stage, dtype, self.tolerances[stage, dtype]) for stage in stages]
         self.result.asked = [replace(self.result.asked[0], unproven=[why for why, _ in found if why])]
         if not any(moves for _, moves in found):
-            self.result.notes.append(f"the results of {self.original.name} don't depend on its weights")
+            self.result.notes.append(
+                f"the results of {self.original.name} didn't change when all weights changed by 1%"
+            )
             return
         self.progress("changing one weight at a time")
         unused, untried = without_effect(self.truth, stages, time.monotonic() + PATIENCE)
@@ -187,7 +190,7 @@ class _Comparison:
         first, results = runs[0], [fingerprints(ran.outputs) for ran in runs]
         same = [name for name in results[0] if len({found[name] for found in results}) < 2 <= len(results)]
         self.result.notes += [f"output {name!r} is the same for all inputs" for name in same]
-        wrong = [plain_name(name) for name, value in {**first.taps, **first.outputs}.items() if np.isnan(value).any()]
+        wrong = [name for name, value in {**first.taps, **first.outputs}.items() if np.isnan(value).any()]
         if wrong:
             self.result.notes.append(f"{self.original.name} computes NaN in {self.truth.dtype}: {listed(wrong)}")
         if not dtypes:
@@ -233,7 +236,8 @@ class _Comparison:
             return
         is_proven = self.agrees.get((stage, "float64"), False)
         if is_proven and dtype == "float32":
-            tolerances = tolerances.times(POLICY["pair"]["rounded"]["if_float64_agrees"])
+            rule = POLICY["pair"]["rounded"]
+            tolerances = tolerances.times(rule["if_float64_agrees"], rule["most"][dtype])
         self.tolerances[stage, dtype] = tolerances
         results = [name for name in tolerances.allowed if stage != FORWARD or name.startswith(OUTPUT)]
         most = max((tolerances.allowed[name] for name in results if name not in tolerances.zeros), default=0.0)
@@ -274,18 +278,27 @@ class _Comparison:
         if stage != FORWARD and (why := unusable(seen)):
             yield authors[0].failed(TAPS, f"nothing can be concluded from {self.original.name}.{NEEDS[stage]}(): {why}")
         wrong = [entry for entry in compared if entry.is_wrong]
-        correlation: dict[str, float] = {}
-        if inexact := [entry for entry in wrong if not entry.problem]:
-            batch = authors.index(inexact[0].author)
-            names = list(dict.fromkeys(entry.name for entry in inexact))
-            correlation = correlations(self.truth, self.runs, stage, batch, dtype, names)
+        known = {id(entry): _known_correlation(entry, is_proven) for entry in compared}
+        correlation: dict[tuple[str, str], float] = {}
+        for batch, author in enumerate(authors):
+            unknown = [entry.name for entry in wrong if entry.author is author and known[id(entry)] is None]
+            if names := list(dict.fromkeys(unknown)):
+                measured = correlations(self.truth, self.runs, stage, batch, dtype, names)
+                correlation |= {(author.case, name): value for name, value in measured.items()}
+        for name in [name for name, value in expected.items() if value.size < FEW]:  # these may correlate by chance
+            places = [place for place in correlation if place[1] == name]
+            correlation |= dict.fromkeys(places, min((correlation[place] for place in places), default=1.0))
+        findings = []
         for entry in compared:
-            is_rounding = is_proven and entry.error <= GROSS
-            yield entry.finding(0.0 if is_rounding else correlation.get(entry.name, 1.0))
+            value = known[id(entry)]
+            findings.append(
+                entry.finding(correlation.get((entry.author.case, entry.name), 1.0) if value is None else value)
+            )
+        yield from findings
         self.agrees[stage, dtype] = not wrong
         if wrong:
             own = [entry.name for entry in wrong if entry.author is wrong[0].author and entry.name in expected]
-            is_math = any(entry.problem or correlation[entry.name] > REPRODUCED for entry in wrong) and not is_proven
+            is_math = any(finding.verdict == DIVERGES for finding in findings)
             self.wrong.append(Wrong(stage, dtype, authors.index(wrong[0].author), own, is_math))
         for text in self.runs.modified:
             yield authors[0].compared(TAPS, "inputs", math.inf, 0.0, problem=text)
@@ -336,9 +349,23 @@ class _Comparison:
                     for name, error in errors.items()
                 ]
                 self.result.recorded = RecordedPair(dtype, expected, actual, tuple(marks))
-                for mark in marks:
+                for mark in marks if not self.result.located else ():
                     if mark.verdict != FINE:  # a tap that was matched by its values, but doesn't correspond
                         self.result.names.proposed.pop(mark.name, None)
+
+
+def _known_correlation(entry: Compared, is_proven: bool) -> float | None:
+    """Return the correlation of an error if it need not be measured: 0 for rounding errors, and infinity for others.
+
+    Args:
+        entry: The comparison of a tensor.
+        is_proven: Whether the port agrees in float64.
+    """
+    if entry.problem or not entry.is_wrong:
+        return math.inf
+    if entry.error > GROSS and entry.author.dtype not in NARROW:
+        return None if is_proven else math.inf
+    return 0.0 if is_proven else None
 
 
 def _is_same(value: ndarray, again: ndarray | None, limit: float) -> bool:

@@ -24,7 +24,7 @@ from transformer_parity.engine.report.tables import (
 )
 from transformer_parity.engine.report.tree import print_blame
 from transformer_parity.pairs.compare.names import listed
-from transformer_parity.pairs.compare.stages import GRADIENTS, plain_name
+from transformer_parity.pairs.compare.stages import FORWARD, GRADIENTS, plain_name
 from transformer_parity.pairs.diagnose.causes import far
 from transformer_parity.pairs.diagnose.recognize import places
 from transformer_parity.pairs.result import PairResult
@@ -86,12 +86,14 @@ def _shown(mark: Mark) -> Mark:
 def _advice(place: str, result: PairResult) -> str:
     """Return where to look for the cause of a difference."""
     located = result.located[0]
+    if located.stage != FORWARD:
+        return "compare the code that computes this value"
     taps = [plain_name(mark.name) for blame in result.blames for mark in blame.marks]
     before = taps[taps.index(place) - 1] if place in taps[1:] else ""
     advice = f"compare the code between {before} and {place}, or add taps there" if before else "add taps before it"
     end = result.taps.index(place) if place in result.taps else len(result.taps)
     start = result.taps.index(before) + 1 if before in result.taps else 0
-    if unmatched := result.taps[start:end]:
+    if unmatched := [tap for tap in result.taps[start:end] if tap not in result.names.all]:
         advice += f"; taps there without a counterpart in the port: {listed(unmatched)}"
     name, evidence = located.names[0], located.evidence
     if result.verdict.verdict == DIVERGES and evidence and name in evidence.isolated and name in evidence.wanted:

@@ -52,10 +52,7 @@ def fixed_constants(weights: Arrays, fixed: Sequence[str]) -> list[str]:
 
 
 def _is_constant(array: np.ndarray) -> bool:
-    """Return whether all values are equal. A single value that is neither 0 nor 1 is not a constant initial value."""
-    if not is_float(array) or not array.size or not np.isfinite(array.flat[0]):
-        return False
-    return bool((array == array.flat[0]).all()) and (array.size > 1 or array.flat[0] in (0, 1))
+    return is_float(array) and array.size > 0 and bool((array == array.flat[0]).all() and np.isfinite(array.flat[0]))
 
 
 def _is_fixed(name: str, fixed: Sequence[str]) -> bool:

@@ -145,7 +145,7 @@ def with_axes(names: Names, original: Arrays, port: Arrays) -> list[str]:
     found: dict[str, list[str]] = {}
     for name, place in names.declared.items():
         value, theirs = original[name], port[place.name]
-        if place.axes is not None or value.shape == theirs.shape or value.size != theirs.size:
+        if place.axes is not None or value.shape == theirs.shape or not 2 <= value.size == theirs.size:
             continue
         correlation, axes = max(_correlations(value, theirs), key=lambda one: one[0])
         if axes is not None and correlation > RELATED:

@@ -18,6 +18,7 @@ from transformer_parity.pairs.contract.implementation import Arrays
 
 CHANGE = 2.0**-6  # relative change of the weights, which is more than a rounding error of bfloat16
 DRAWS = 3
+OF_INPUTS = 2.0**-10  # relative change of the inputs; results may depend on an input with a high frequency
 GROSS = 0.05  # an error that is larger than the rounding errors of any dtype
 REPRODUCED = 0.5  # smallest correlation of the errors of a different formula
 
@@ -38,7 +39,7 @@ def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, n
     found: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(DRAWS):
         weights = truth.perturbed(dtype, CHANGE, 1000 + seed)
-        inputs = cast(rounded(varied_inputs(runs.batches[batch], CHANGE, rng), dtype), "float32")
+        inputs = cast(rounded(varied_inputs(runs.batches[batch], OF_INPUTS, rng), dtype), "float32")
         changed = _errors(truth, runs, stage, batch, dtype, (weights, inputs))
         for name in names:
             if name in usual and name in changed:

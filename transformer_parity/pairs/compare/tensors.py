@@ -20,7 +20,7 @@ from transformer_parity.pairs.compare.truth import Tolerances
 from transformer_parity.pairs.contract.arrays import is_float
 
 SMALL = "the error is smaller than a rounding error of float32, as if a constant were rounded to float32"
-STAYS = "the error stays the same if all weights and inputs change by 1%, so it doesn't come from rounding"
+STAYS = "it stays the same after small changes of the weights and inputs, so it isn't rounding"
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class Compared:
 
         Args:
             correlation: The correlation of the error with the errors after small changes of the weights; see
-                ``rounding``.
+                ``rounding``. Infinite if the error can't come from rounding.
         """
         detail, is_float64 = self.detail, self.author.dtype == "float64"
         is_small = is_float64 and self.error <= EPS["float32"]
-        if self.is_wrong and not self.problem and (is_small or (correlation > REPRODUCED and not is_float64)):
+        is_measured = REPRODUCED < correlation < math.inf
+        if self.is_wrong and not self.problem and (is_small or (is_measured and not is_float64)):
             detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {SMALL if is_small else STAYS}"
         return self.author.compared(
             TAPS,

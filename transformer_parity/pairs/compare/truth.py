@@ -60,6 +60,7 @@ class Truth:
     run: Run
     models: dict[str, SideModel] = field(default_factory=dict)
     _known: dict[tuple[str, str, int], Tensors] = field(default_factory=dict)
+    _noises: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -129,7 +130,7 @@ class Truth:
         """
         if dtype == "float64":
             rule = POLICY["pair"]["float64"]
-            allowed = {name: rule["ratio"] * noise + rule["floor"] for name, noise in self._noise(stage).items()}
+            allowed = {name: rule["ratio"] * noise + rule["floor"] for name, noise in self.noise(stage).items()}
             return self._checked(Tolerances(allowed, self._zeros(stage)), rule["most"], dtype)
         own: dict[str, float] = {}
         for narrow, exact in self._spread(stage) if dtype == self.dtype else self._errors(stage, dtype):
@@ -140,8 +141,13 @@ class Truth:
         allowed = {name: by_baseline(rule, error, ALL_EPS[dtype]) for name, error in own.items()}
         return self._checked(Tolerances(allowed, self._zeros(stage)), rule["most"][dtype], dtype)
 
-    def _noise(self, stage: str) -> dict[str, float]:
+    def noise(self, stage: str) -> dict[str, float]:
         """Return the relative rounding error of each tensor in float64, from its fourth difference."""
+        if stage not in self._noises:
+            self._noises[stage] = self._noise(stage)
+        return self._noises[stage]
+
+    def _noise(self, stage: str) -> dict[str, float]:
         rng = np.random.default_rng(0)
         base = varied(self.model().weights, OFF_GRID, rng)
         batches = [varied_inputs(cast(batch, "float64"), OFF_GRID, rng) for batch in self.batches[:2]]
@@ -235,9 +241,11 @@ class Tolerances:
     allowed: dict[str, float]
     zeros: dict[str, float]
 
-    def times(self, factor: float) -> Tolerances:
-        """Return larger tolerances."""
-        return Tolerances({name: factor * allowed for name, allowed in self.allowed.items()}, self.zeros)
+    def times(self, factor: float, most: float) -> Tolerances:
+        """Return larger tolerances, up to a largest one."""
+        return Tolerances(
+            {name: min(factor * value, max(value, most)) for name, value in self.allowed.items()}, self.zeros
+        )
 
     def scale(self, name: str) -> float:
         """Return the size to which the error of a tensor is relative; 0 for the size of the tensor itself."""

@@ -14,9 +14,10 @@ from numpy import ndarray
 from transformer_parity.engine.localization import PORT
 from transformer_parity.engine.outputs import is_output
 from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.pairs.compare.difference import difference
 from transformer_parity.pairs.compare.stages import CACHED, DECODE, FORWARD, NEEDS, Runs, plain_name
-from transformer_parity.pairs.compare.truth import ALL_EPS, NoTruthError, Truth
+from transformer_parity.pairs.compare.truth import ALL_EPS, Truth
 from transformer_parity.pairs.contract.arrays import is_float
 from transformer_parity.pairs.diagnose.dependence import dependence
 from transformer_parity.pairs.diagnose.formulas import EXACT
@@ -28,6 +29,7 @@ from transformer_parity.pairs.run.side import RunError, SideModel
 FAR = {"float64": 1e-9}  # relative error above which an element is wrong
 FAR_IN_EPS = 64.0  # the same in narrower dtypes, in units of eps
 MOST_PLACES = 6  # number of further differences whose causes are looked for
+MOST_NOISE = 1e-5  # largest noise of an original whose formulas are recognized
 LEAST_VALUES = 8  # a tensor with fewer values shows no pattern
 PATIENCE = 30.0  # seconds after which no further causes are tried
 
@@ -48,7 +50,7 @@ def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
     ways: tuple[Callable[[], Iterator[Recognized]], ...] = (
         lambda: _random(subject),
         lambda: _by_values(truth, runs, located, subject),
-        lambda: _by_scale(truth, runs, located, subject.name),
+        lambda: iter(()) if found else _by_scale(truth, runs, located, subject.name),
         lambda: _cached(truth, runs, located, subject.far),
         lambda: weight_trials(subject, deadline, repairs=not found),
         lambda: dependence(truth, runs, located) if located.stage == FORWARD else iter(()),
@@ -59,18 +61,22 @@ def diagnose(truth: Truth, runs: Runs, located: Located) -> list[Recognized]:
                 if one.sentence not in [other.sentence for other in found]:
                     found.append(one)
                 if one.kind == "randomness":
-                    return found
+                    return [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}")]
         if time.monotonic() > deadline:
             break
     named = [Recognized(one.kind, f"at {plain_name(subject.name)}, {one.sentence}") for one in found]
-    return named + _elsewhere(truth, runs, located, subject, {one.kind for one in found})
+    return named + _elsewhere(truth, runs, located, subject, {one.kind for one in found}, deadline)
 
 
-def _elsewhere(truth: Truth, runs: Runs, located: Located, subject: WrongTensor, kinds: set[str]) -> list[Recognized]:
+def _elsewhere(
+    truth: Truth, runs: Runs, located: Located, subject: WrongTensor, kinds: set[str], deadline: float
+) -> list[Recognized]:
     """Return the causes of the other differences, if the patterns in their values show them."""
     found = []
     for name in [name for name in located.names if name != subject.name][:MOST_PLACES]:
-        if located.evidence is not None and name in located.evidence.isolated:
+        if located.evidence is None or name not in located.evidence.isolated or time.monotonic() > deadline:
+            break
+        with suppress(KeyError, RunError, ValueError):
             for one in _by_values(truth, runs, located, replace(subject, name=name)):
                 if one.kind not in kinds:
                     kinds.add(one.kind)
@@ -95,10 +101,10 @@ def _by_scale(truth: Truth, runs: Runs, located: Located, name: str) -> Iterator
         wanted, actual = (runs.forward(model, located.batch, given)[name] for model in models)
         errors.append(difference(actual, wanted) if is_float(wanted) else math.inf)
     growth = [larger / error for error, larger in itertools.pairwise(errors) if 0.0 < error < math.inf]
-    if growth and all(math.isclose(ratio, 4.0, rel_tol=0.05) for ratio in growth):
+    if len(growth) == 2 and all(math.isclose(ratio, 4.0, rel_tol=0.05) for ratio in growth):
         yield Recognized(
             "epsilon",
-            "the error is 4 times as large if the inputs of the block are halved, as with another epsilon of a norm",
+            "halving the inputs of the block quadruples the error, which is typical of a different epsilon in a norm",
         )
 
 
@@ -174,7 +180,8 @@ def _by_values(truth: Truth, runs: Runs, located: Located, subject: WrongTensor)
 
 def _exact(truth: Truth, located: Located, name: str) -> float:
     """Return the relative tolerance for formulas. Some originals compute in float32 even if their dtype is float64."""
-    with suppress(NoTruthError):
+    with suppress(RunError):
         if truth.dtype == "float64":
-            return max(EXACT, truth.tolerances(located.stage, "float64").allowed.get(name, 0.0))
+            noise = truth.noise(located.stage).get(name, 0.0)
+            return max(EXACT, min(POLICY["pair"]["float64"]["ratio"] * noise, MOST_NOISE))
     return EXACT

@@ -16,6 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.signatures import is_close
+from transformer_parity.engine.signatures import wrong as is_wrong
 
 Named = list[tuple[str, ndarray]]
 MOST_WEIGHTS = 64  # maximum number of weights that are tested as matrices or vectors
@@ -352,22 +353,28 @@ def selected(block: Mismatch) -> Iterator[Recognized]:
 def looked_up(block: Mismatch) -> Iterator[Recognized]:
     """Recognize wrong rows of a table, such as position embeddings."""
     width = block.wanted.shape[-1]
-    vectors = [array.reshape(-1, width) for array in (block.wanted, block.actual)]
-    some = chosen(len(vectors[0]), 64)
+    wanted, actual = (array.reshape(-1, width) for array in (block.wanted, block.actual))
+    wrong = np.flatnonzero(is_wrong(actual, wanted, block.far).any(1))
+    some = wrong[chosen(len(wrong), 64)]
     for name, table in block.weights.items():
-        if table.ndim != 2 or table.shape[1] != width or len(table) < 3 or width < 2:
+        if table.ndim != 2 or table.shape[1] != width or len(table) < 3 or width < 2 or not len(some):
             continue
-        rows = [np.abs(table - vector).max(1).argmin() for array in vectors for vector in array[some]]
-        right, mine = np.array(rows).reshape(2, -1)
-        if not is_close(vectors[0][some], table[right], block.exact) or not is_close(
-            vectors[1][some], table[mine], block.far
-        ):
+        if not is_close(
+            table[_nearest(table, wanted[some[:1]])], wanted[some[:1]], block.exact
+        ):  # most tables fail here
             continue
-        first = int((mine != right).argmax())
-        index = [int(i) for i in np.unravel_index(some[first], block.wanted.shape[:-1])]
-        yield Recognized(
-            "shifted", f"the port reads row {mine[first]} of {name} instead of row {right[first]} at {index}"
-        )
+        right, mine = _nearest(table, wanted[some]), _nearest(table, actual[some])
+        if not is_close(wanted[some], table[right], block.exact) or not is_close(actual[some], table[mine], block.far):
+            continue
+        if (right != mine).all():
+            index = [int(i) for i in np.unravel_index(some[0], block.wanted.shape[:-1])]
+            words = f"the port reads row {mine[0]} of {name} instead of row {right[0]} at {index}"
+            yield Recognized("shifted", words)
+
+
+def _nearest(table: ndarray, vectors: ndarray) -> ndarray:
+    """Return the index of the row of a table that is nearest to each vector."""
+    return np.array([np.abs(table - vector).max(1).argmin() for vector in vectors])
 
 
 def _runs(indices: list[int]) -> str:
