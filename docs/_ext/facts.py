@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from marian_results import marian
 from pair_results import port_bugs, wild
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, devices, mutation, selftest, speed, tolerances, verdict
@@ -238,7 +239,7 @@ TABLES = {
 
 
 class Facts(SphinxDirective):
-    """Show a table: one of ``TABLES``, or ``fields``, ``speed``, ``compared``, ``mutation``, or ``conformance``."""
+    """Show a table: one of ``TABLES``, or a table of a kind that requires a second argument, such as ``fields``."""
 
     required_arguments = 1
     optional_arguments = 1
@@ -256,6 +257,8 @@ class Facts(SphinxDirective):
             lines = mutation(of[0])
         elif kind == "conformance":
             lines = conformance(of[0])
+        elif kind == "marian":
+            lines = marian(of[0])
         elif kind in TABLES:
             lines = TABLES[kind]()
         else:
