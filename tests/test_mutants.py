@@ -145,6 +145,7 @@ def for_every_check() -> list:
 @pytest.mark.parametrize(("name", "bug"), for_every_check())
 def test_misbehavior_is_detected_by_its_check(name, bug):
     check, *arguments = bug.check
+    _ = Backend(name).package  # prepares the framework, for example JAX for float64
     backend = Backend(name, injected(Bug(bug.name, "", bug.edits), name).import_package())
     compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
     with compiled, pytest.raises(AssertionError, match=re.escape(bug.complaint)):
