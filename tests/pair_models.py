@@ -373,3 +373,47 @@ class HiddenCache(HiddenEpsilon):
     def next_logits_cached(self, inputs: Any, prefix: Any, cache: Any) -> tuple[Any, Any]:
         logits, total = super().next_logits_cached(inputs, prefix, cache)
         return (cache, cache) if prefix.shape[1] == 2 else (logits, total)
+
+
+class Waves(Implementation):
+    """A linear layer on sinusoids of high frequencies, whose sums are scaled by a single weight."""
+
+    pi = math.pi
+
+    def init_weights(self, seed: int) -> Any:
+        return {"head": np.random.default_rng(seed).normal(size=(WIDTH, CLASSES)), "slope": np.array([0.25])}
+
+    def inputs(self, seed: int) -> Any:
+        return {"x": np.random.default_rng(seed).uniform(0.5, 1.0, (3, 4, 1))}
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights, self.slope = weights, weights["slope"]
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        x = inputs["x"]
+        waves = np.sin((2.0 * self.pi * 2.0 ** np.arange(WIDTH)).astype(x.dtype) * x)
+        return {"logits": (self.slope * tap("waves", waves)) @ self.weights["head"]}
+
+
+class WavesOfRoundedPi(Waves):
+    pi = 3.1416
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights, self.slope = dict(weights), weights["slope"]
+
+
+class WavesWithFixedSlope(Waves):
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights, self.slope = dict(weights), np.array([0.25], dtype)
+
+
+class ScalarTap(Original):
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        tap("mean", inputs["x"].mean())
+        return super().forward(inputs, tap)
+
+
+class ScalarTapPort(Port):
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        tap("mean", inputs["x"].mean().reshape(1))
+        return super().forward(inputs, tap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -90,3 +91,22 @@ def test_imported_model_agrees_with_marian(name, tmp_path):
     chosen = COMBINATIONS[name]
     row = judge.compare(name, Combination(chosen.options, chosen.vocabulary, decoder=chosen.decoder))
     assert row["verdict"] == ROWS[name]["verdict"], row
+
+
+def test_pages_show_the_numbers_of_the_results():
+    docs, agreeing = Path(__file__).parents[1] / "docs", len(VERDICTS["agrees"])
+    formats, rules, page = (
+        " ".join((docs / name).read_text("utf-8").split())
+        for name in ("reference/checkpoint-formats.md", "reference/search-rules.md", "results/marian.md")
+    )
+    number = agreeing + len(VERDICTS["decoder differs"])
+    assert f"In all {number} combinations" in formats
+    assert f"In {agreeing} of them, all translations agree" in formats
+    different = REPORT["batches"]["sentences"] - REPORT["batches"]["single_and_batched"]
+    assert f"Marian translates {different} of {REPORT['batches']['sentences']} sentences differently" in rules
+    largest = {
+        verdict: max(row["own_difference"] for row in rows if "own_difference" in row)
+        for verdict, rows in VERDICTS.items()
+    }
+    assert f"the two scores of a translation differ by up to {largest['decoder differs']:.0%}" in page
+    assert f"they differ by at most {math.ceil(1e6 * largest['agrees']) / 1e4:g}%" in page

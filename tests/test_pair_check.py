@@ -11,6 +11,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, IMPRECISE
 from transformer_parity.pair import assert_parity
 from transformer_parity.pairs.assertion import _import
 from transformer_parity.pairs.check import compare_pair
+from transformer_parity.pairs.compare.rounding import GROSS
 from transformer_parity.pairs.result import PairResult, Settings
 
 
@@ -126,6 +127,22 @@ def test_larger_rounding_errors_agree_if_float64_agrees():
 def test_rounding_errors_of_the_inputs_are_imprecise():
     result = compared("OnePassVarianceFloat32", stages=("forward",))
     assert (result.verdict.word, result.introduced[:1]) == ("IMPRECISE", ["norm"])
+
+
+@pytest.mark.parametrize("dtypes", [("float64",), ("float32",)])
+def test_different_formula_at_high_frequencies_is_no_rounding(dtypes):
+    result = compared("WavesOfRoundedPi", original="Waves", dtypes=dtypes)
+    assert (result.verdict.word, result.introduced) == ("DIVERGE", ["waves"])
+    assert max(finding.error for finding in result.findings) < GROSS
+
+
+def test_single_weight_that_a_port_ignores_is_found():
+    assert compared("WavesWithFixedSlope", original="Waves").verdict.word == "DIVERGE"
+
+
+def test_shape_of_a_single_value_is_compared():
+    result = compared("ScalarTapPort", original="ScalarTap", stages=("forward",))
+    assert "shape must be []: got [1]" in " ".join(finding.detail for finding in result.findings)
 
 
 def test_failure_of_the_original_is_not_blamed_on_the_port():

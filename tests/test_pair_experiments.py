@@ -85,6 +85,14 @@ def test_cache_that_changes_the_logits_is_named():
     assert "the port's logits of step 2 differ from its own logits without a cache" in result.named[0].sentence
 
 
+def test_rows_that_are_right_are_not_reported():
+    table = RNG.normal(size=(50, 12))
+    wanted = table[RNG.integers(0, 50, 200)]
+    actual = wanted.copy()
+    actual[-1] = RNG.normal(size=12)  # not a row of the table
+    assert not [found for found in recognize(actual, wanted, {}, {"table": table}, 1e-9) if "row" in found.sentence]
+
+
 def test_invalid_tensors_are_not_recognized():
     x = np.random.default_rng(0).normal(size=(4, 9))
     assert recognize(np.full_like(x, np.nan), x, {"x": x}, {}, 1e-9) == []

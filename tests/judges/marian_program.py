@@ -149,6 +149,7 @@ class Marian:
             raise MarianError(f"{self.python} can't import pymarian; create an environment with it: {INSTALL}")
         if done.returncode:
             errors = [line.partition("Error: ")[2] for line in done.stderr.splitlines() if "Error: " in line]
+            errors = [error for error in errors if not error.startswith("Aborted from")]  # a place in Marian's source
             raise MarianError(f"{' '.join(arguments[:3])}: {' '.join(errors[:2] or done.stderr.splitlines()[-3:])}")
         return done.stdout
 

@@ -15,6 +15,7 @@ from numpy import ndarray
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding, failure
 from transformer_parity.engine.localization import FINE, INHERITED, Mark
 from transformer_parity.engine.outputs import TAPS
+from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.engine.verdict import Author, Coverage
 from transformer_parity.pairs.compare.conditions import (
@@ -277,24 +278,9 @@ class _Comparison:
                 compared.append(Compared(author, name, math.inf, 0.0, "the values change from call to call"))
         if stage != FORWARD and (why := unusable(seen)):
             yield authors[0].failed(TAPS, f"nothing can be concluded from {self.original.name}.{NEEDS[stage]}(): {why}")
-        wrong = [entry for entry in compared if entry.is_wrong]
-        known = {id(entry): _known_correlation(entry, is_proven) for entry in compared}
-        correlation: dict[tuple[str, str], float] = {}
-        for batch, author in enumerate(authors):
-            unknown = [entry.name for entry in wrong if entry.author is author and known[id(entry)] is None]
-            if names := list(dict.fromkeys(unknown)):
-                measured = correlations(self.truth, self.runs, stage, batch, dtype, names)
-                correlation |= {(author.case, name): value for name, value in measured.items()}
-        for name in [name for name, value in expected.items() if value.size < FEW]:  # these may correlate by chance
-            places = [place for place in correlation if place[1] == name]
-            correlation |= dict.fromkeys(places, min((correlation[place] for place in places), default=1.0))
-        findings = []
-        for entry in compared:
-            value = known[id(entry)]
-            findings.append(
-                entry.finding(correlation.get((entry.author.case, entry.name), 1.0) if value is None else value)
-            )
+        findings = self._judge(stage, compared, authors, expected)
         yield from findings
+        wrong = [entry for entry in compared if entry.is_wrong]
         self.agrees[stage, dtype] = not wrong
         if wrong:
             own = [entry.name for entry in wrong if entry.author is wrong[0].author and entry.name in expected]
@@ -303,6 +289,27 @@ class _Comparison:
         for text in self.runs.modified:
             yield authors[0].compared(TAPS, "inputs", math.inf, 0.0, problem=text)
         self.runs.modified.clear()
+
+    def _judge(
+        self, stage: str, compared: Sequence[Compared], authors: Sequence[Author], expected: Tensors
+    ) -> list[Finding]:
+        """Return the findings, after measuring which of the errors come from rounding."""
+        is_proven = self.agrees.get((stage, "float64"), False)
+        known = [_known_correlation(entry, is_proven) for entry in compared]
+        measured: dict[tuple[Author, str], float] = {}
+        for batch, author in enumerate(authors):
+            unknown = zip(compared, known, strict=True)
+            names = list(dict.fromkeys(x.name for x, value in unknown if value is None and x.author is author))
+            if names:
+                found = correlations(self.truth, self.runs, stage, batch, author.dtype, names)
+                measured |= {(author, name): value for name, value in found.items()}
+        for name in [name for name, value in expected.items() if value.size < FEW]:  # these may correlate by chance
+            places = [place for place in measured if place[1] == name]
+            measured |= dict.fromkeys(places, min((measured[place] for place in places), default=math.inf))
+        return [
+            entry.finding(measured[entry.author, entry.name] if value is None else value)
+            for entry, value in zip(compared, known, strict=True)
+        ]
 
     def _locate(self, stages: Sequence[str]) -> None:
         """Find the tensors at which differences start, and name the cause of the first difference.
@@ -363,6 +370,8 @@ def _known_correlation(entry: Compared, is_proven: bool) -> float | None:
     """
     if entry.problem or not entry.is_wrong:
         return math.inf
+    if entry.is_small:
+        return 0.0
     if entry.error > GROSS and entry.author.dtype not in NARROW:
         return None if is_proven else math.inf
     return 0.0 if is_proven else None

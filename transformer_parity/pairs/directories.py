@@ -220,7 +220,8 @@ def compare_arrays(first: Path, second: Path, given: Mapping[str, Any]) -> PairR
                 copied.append(COPIED.format(seed, dtype))
             compared = list(compare_tensors(author, tolerances, actual, expected, result.names, {}))
             result.findings += [
-                entry.finding(1.0 if dtype == "float64" or entry.error > GROSS else REPRODUCED) for entry in compared
+                entry.finding(math.inf if dtype == "float64" or entry.error > GROSS else REPRODUCED)
+                for entry in compared
             ]
             wrong = [entry.name for entry in compared if entry.is_wrong and entry.name in expected]
             if wrong and not result.located:

@@ -51,8 +51,8 @@ def print_result(console: Console, result: PairResult) -> None:
         other = f" ({mine.name} in the port)" if mine is not None and mine.name != place else ""
         of = "the gradient of " if result.located[0].stage == GRADIENTS else ""
         replay = result.located[0].blame
-        before = ", or before it, because no block could be rerun" if replay and replay.replayed == NOTHING else ""
-        print_line(console, "STARTS AT", "bold red", f" {of}{place}{other}{before}")
+        limit = ", or before it, because no block could be rerun" if replay and replay.replayed == NOTHING else ""
+        print_line(console, "STARTS AT", "bold red", f" {of}{place}{other}{limit}")
         is_shown = any(finding.tap == place and math.isinf(finding.error) for finding in findings)  # with its problem
         if not is_shown and not any(named.sentence.startswith(f"at {place},") for named in result.named):
             print_line(console, "CAUSE    ", "bold red", f" not recognized; {_advice(place, result)}")

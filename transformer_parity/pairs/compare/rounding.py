@@ -1,10 +1,12 @@
 """Tell whether an error comes from rounding or from a different formula.
 
-A different formula has an error that is a smooth function of the weights and inputs. If all of them change by about 1%,
-its error stays almost the same. Rounding errors are different every time, and therefore don't correlate.
+The error of a different formula is a smooth function of the weights and inputs, so it stays almost the same after small
+changes of them. Rounding errors are different every time, and therefore don't correlate.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -33,6 +35,9 @@ def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, n
         batch: The number of the batch.
         dtype: The working dtype of the port.
         names: The names of the tensors.
+
+    Returns:
+        The mean correlation of each tensor; infinite if it could not be measured.
     """
     usual = _errors(truth, runs, stage, batch, dtype, None)
     rng = np.random.default_rng(1000)
@@ -44,7 +49,7 @@ def correlations(truth: Truth, runs: Runs, stage: str, batch: int, dtype: str, n
         for name in names:
             if name in usual and name in changed:
                 found[name].append(_cosine(usual[name], changed[name]))
-    return {name: float(np.mean(values)) if values else 1.0 for name, values in found.items()}
+    return {name: float(np.mean(values)) if values else math.inf for name, values in found.items()}
 
 
 def _errors(

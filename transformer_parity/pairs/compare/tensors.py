@@ -48,6 +48,11 @@ class Compared:
         """Whether the tensor differs by more than the tolerance."""
         return bool(self.problem) or not self.error <= self.tolerance
 
+    @property
+    def is_small(self) -> bool:
+        """Whether an error in float64 is smaller than a rounding error of float32."""
+        return self.author.dtype == "float64" and not self.problem and self.error <= EPS["float32"]
+
     def finding(self, correlation: float) -> Finding:
         """Return the finding.
 
@@ -55,11 +60,10 @@ class Compared:
             correlation: The correlation of the error with the errors after small changes of the weights; see
                 ``rounding``. Infinite if the error can't come from rounding.
         """
-        detail, is_float64 = self.detail, self.author.dtype == "float64"
-        is_small = is_float64 and self.error <= EPS["float32"]
-        is_measured = REPRODUCED < correlation < math.inf
-        if self.is_wrong and not self.problem and (is_small or (is_measured and not is_float64)):
-            detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {SMALL if is_small else STAYS}"
+        detail = self.detail
+        stays = REPRODUCED < correlation < math.inf and self.author.dtype != "float64"
+        if self.is_wrong and not self.problem and (self.is_small or stays):
+            detail = f"error {self.error:.1e}, tolerance {self.tolerance:.1e}; {SMALL if self.is_small else STAYS}"
         return self.author.compared(
             TAPS,
             printable(plain_name(self.name)),
@@ -67,7 +71,7 @@ class Compared:
             self.tolerance,
             problem=self.problem,
             detail=detail,
-            is_rounding=is_small or correlation <= REPRODUCED,
+            is_rounding=self.is_small or correlation <= REPRODUCED,
         )
 
 

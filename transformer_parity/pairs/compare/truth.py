@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -35,8 +36,13 @@ PERTURBED = 3  # number of perturbed weights in each dtype
 ZERO = 1e-4  # a tensor is zero except for rounding if it is this much smaller in float64 than in a narrower dtype
 SAME = 1e-9  # largest relative difference of two identical runs, which may use different numbers of threads
 ZERO_RATIO = 16.0  # largest accepted size of such a tensor, as a multiple of the original's
-# Runs a stage of a model on a batch, and returns its tensors in the order of computation.
-Run = Callable[..., Tensors]
+
+
+class RunStage(Protocol):
+    """A function that runs a stage of a model, and returns its tensors in the order of computation."""
+
+    def __call__(self, stage: str, model: SideModel, batch: int, inputs: Arrays | None = None) -> Tensors:
+        """Run a stage on a batch, or on other inputs of the same shapes."""
 
 
 class NoTruthError(Exception):
@@ -57,7 +63,7 @@ class Truth:
     original: Side
     weights: Arrays
     batches: Sequence[Arrays]
-    run: Run
+    run: RunStage
     models: dict[str, SideModel] = field(default_factory=dict)
     _known: dict[tuple[str, str, int], Tensors] = field(default_factory=dict)
     _noises: dict[str, dict[str, float]] = field(default_factory=dict)
