@@ -140,6 +140,9 @@ class OnePassVarianceFloat32(OnePassVariance):
 class Scalar(Original):
     """Also returns a single number."""
 
+    def inputs(self, seed: int) -> Any:
+        return {**super().inputs(seed), "mask": np.arange(4) < np.array([[4], [2], [1]])}
+
     def forward(self, inputs: Any, tap: Any) -> Any:
         found = super().forward(inputs, tap)
         return {**found, "loss": (found["logits"] ** 2).mean()}
@@ -161,22 +164,6 @@ class WithNaN(Scalar):
     def forward(self, inputs: Any, tap: Any) -> Any:
         found = super().forward(inputs, tap)
         return {**found, "parts": np.where(np.arange(CLASSES) < 1, np.nan, found["logits"])}
-
-
-class NormInFloat32(Original):
-    """Computes the scale of the norm in float32, even in float64."""
-
-    def dtype_of(self, value: float) -> Any:
-        return np.dtype("float32").type(value)
-
-    def forward(self, inputs: Any, tap: Any) -> Any:
-        w, x = self.weights, inputs["x"]
-        centered = x - x.mean(-1, keepdims=True)
-        scale = np.sqrt((centered.astype(np.float32) ** 2).mean(-1, keepdims=True) + np.float32(1e-5))
-        x = tap("norm", centered / scale.astype(x.dtype) * w["norm.weight"] + w["norm.bias"])
-        gate, up = tap("gate", x @ w["gate.weight"].T), tap("up", x @ w["up.weight"].T)
-        hidden = tap("hidden", gate / (1.0 + np.exp(-gate)) * up)
-        return {"logits": hidden @ w["head.weight"].T + w["head.bias"]}
 
 
 class OtherAxes(Port):
@@ -417,3 +404,39 @@ class ScalarTapPort(Port):
     def forward(self, inputs: Any, tap: Any) -> Any:
         tap("mean", inputs["x"].mean().reshape(1))
         return super().forward(inputs, tap)
+
+
+class NormInFloat32(Hidden):
+    """Computes the mean square of a norm in float32, even in float64."""
+
+    kind: Any = np.float32
+
+    def logits(self, ids: Any, tap: Any) -> Any:
+        x = self.weights["embed"][ids]
+        square = (x.astype(self.kind or x.dtype) ** 2).mean(-1, keepdims=True).astype(x.dtype)
+        x = tap("norm", x / np.sqrt(square + x.dtype.type(self.epsilon)))
+        return np.tanh(x) @ self.weights["head"]
+
+
+class PreciseNorm(NormInFloat32):
+    kind = None
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights = dict(weights)
+
+
+class BiasOfChoice(Original):
+    """Adds a bias to scores only to choose the largest one, as in some mixtures of experts."""
+
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights = weights
+
+    def forward(self, inputs: Any, tap: Any) -> Any:
+        scores = inputs["x"] @ self.weights["gate.weight"][:CLASSES].T
+        chosen = (scores + self.weights["head.bias"]).argmax(-1)
+        return {"score": np.take_along_axis(scores, chosen[..., None], -1)}
+
+
+class BiasOfChoicePort(BiasOfChoice):
+    def load(self, weights: Any, dtype: str) -> None:
+        self.weights = dict(weights)

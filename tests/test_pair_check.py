@@ -163,7 +163,7 @@ def test_nan_of_the_original_is_noted():
 
 
 def test_noise_of_float32_weights_is_found():
-    result = compared("Port", original="NormInFloat32", stages=("forward",))
+    result = compared("PreciseNorm", original="NormInFloat32", stages=("forward",))
     assert result.verdict.word == "AGREE", [one for one in result.findings if one.verdict != "agrees"]
 
 
@@ -184,6 +184,13 @@ def test_weight_without_effect_is_reported():
     assert result.verdict.word == "AGREE"
     assert "changes of the weights pooler.weight affect no result, so they aren't compared" in result.notes
     assert not any("affect no result" in note for note in compared("Port", stages=("forward",)).notes)
+
+
+def test_bias_of_a_choice_has_an_effect():
+    notes = compared("BiasOfChoicePort", original="BiasOfChoice", stages=("forward",)).notes
+    (note,) = [note for note in notes if "affect no result" in note]
+    assert "up.weight" in note
+    assert "head.bias" not in note
 
 
 def test_class_compared_with_itself_is_incomplete():

@@ -62,6 +62,12 @@ def test_weights_are_not_changed_if_the_cause_is_known():
     assert list(weight_trials(subject, time.monotonic() + 60.0, repairs=False)) == []
 
 
+def test_small_errors_are_not_repaired_by_any_change():
+    noise = 1.0 + 1e-6 * RNG.normal(size=model(WEIGHTS).shape)
+    subject = WrongTensor("y", WEIGHTS, WEIGHTS, model, lambda weights: model(weights) * noise, 1e-5)
+    assert list(weight_trials(subject, time.monotonic() + 60.0, repairs=True)) == []
+
+
 def causes(name, **settings):
     places = [Source(pair_models.__file__.rpartition("/")[0], "pair_models", each) for each in ("Hidden", name)]
     return compare_pair(Import(places[0]), Import(places[1]), Settings(seeds=1, **settings), {})

@@ -77,7 +77,10 @@ def without_effect(truth: Truth, stages: Sequence[str], deadline: float) -> tupl
 
 
 def disturbed(array: ndarray) -> ndarray:
-    """Return a weight with changed values. The changes have both signs, because a softmax ignores a constant."""
+    """Return a weight with changed values.
+
+    The changes have both signs, because the choice of an expert ignores a constant that is added to all scores.
+    """
     noise = np.random.default_rng(0).uniform(-1.0, 1.0, array.shape)
     return (array + 0.3 * (np.abs(array).max() or 1.0) * noise).astype(array.dtype)
 
