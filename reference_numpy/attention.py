@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from reference_numpy.functional import masked_softmax, masked_softmax_backward
 from reference_numpy.layers import Dropout, Linear
-from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -28,6 +28,7 @@ def scaled_dot_product_attention(
     mask: Bool[ndarray, "#B #H #L #M"] | None = None,
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
+    bias: Float[ndarray, "#B #H #L #M"] | None = None,
 ) -> Float[ndarray, "B H L d_v"]:
     """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
@@ -42,6 +43,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -51,7 +53,7 @@ def scaled_dot_product_attention(
         ValueError: If the shapes of the arguments don't match.
 
     Taps:
-        scores: Scaled scores, before the mask.
+        scores: Scaled scores plus bias, before the mask.
         weights: Attention weights, before dropout.
         context: Weighted averages of the values.
     """
@@ -59,7 +61,11 @@ def scaled_dot_product_attention(
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
     d_k = query.shape[-1]
-    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
+    scores = query @ key.mT / math.sqrt(d_k)  # [B, H, L, M]
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
+        scores = scores + bias
+    scores = tap("scores", scores)
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
@@ -74,8 +80,10 @@ def scaled_dot_product_attention_backward(
     dcontext: Float[ndarray, "B H L d_v"],
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
-) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
-    """Return the gradients with respect to ``query``, ``key``, and ``value``.
+) -> tuple[
+    Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"], Float[ndarray, "B H L M"]
+]:
+    """Return the gradients with respect to ``query``, ``key``, ``value``, and the scores.
 
     Args:
         query: Query vectors of the forward pass.
@@ -95,7 +103,7 @@ def scaled_dot_product_attention_backward(
     dweights = tap("weights", dropout(dcontext @ value.mT))  # [B, H, L, M]
     dscores = tap("scores", masked_softmax_backward(weights, dweights))  # [B, H, L, M]
     scale = math.sqrt(query.shape[-1])
-    return dscores @ key / scale, dscores.mT @ query / scale, dvalue
+    return dscores @ key / scale, dscores.mT @ query / scale, dvalue, dscores
 
 
 def split_heads(x: Float[ndarray, "B L width"], num_heads: int) -> Float[ndarray, "B H L d"]:
@@ -196,6 +204,8 @@ class MultiHeadAttention:
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.num_heads = config.num_heads
+        # Without scaled scores (T5), this factor of the queries cancels the division in equation (1).
+        self.multiplier = 1.0 if config.scale_scores else math.sqrt(config.d_k)
         bias = config.attention_bias
         self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
@@ -212,6 +222,7 @@ class MultiHeadAttention:
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,
+        bias: Float[ndarray, "#N #H #L #K"] | None = None,
     ) -> Float[ndarray, "B L d_model"]:
         """Attend from each query position to the memory positions, and return one vector per query position.
 
@@ -226,6 +237,7 @@ class MultiHeadAttention:
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
         """
         shape = query.shape
         if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory
@@ -240,7 +252,7 @@ class MultiHeadAttention:
         if past is not None:
             k, v = past.append(k, v)
         dropout = partial(self.dropout, rng=rng, tap=tap, name="weights")
-        context = self.attend(q, k, v, mask, dropout, tap)
+        context = self.attend(self.multiplier * q, k, v, mask, dropout, tap, bias)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:

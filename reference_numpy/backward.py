@@ -28,7 +28,7 @@ from reference_numpy.backward_trace import Activations, LayerInputs, Trace
 from reference_numpy.decoder import DecoderLayer, DecoderStack
 from reference_numpy.embedding import LearnedPosition
 from reference_numpy.encoder import EncoderLayer, EncoderStack
-from reference_numpy.feed_forward import PositionwiseFeedForward
+from reference_numpy.feed_forward import GatedFeedForward, PositionwiseFeedForward
 from reference_numpy.transformer import Transformer
 from transformer_spec.names import parameter_shapes, tap_shapes
 from transformer_spec.shapes import Float, Int
@@ -41,22 +41,21 @@ def multi_head_attention_backward(
     memory: Float[ndarray, "B M d_model"],
     doutput: Float[ndarray, "B L d_model"],
     trace: Trace,
-) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "B M d_model"]]:
-    """Return the gradients with respect to ``query`` and ``memory``."""
+) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "B M d_model"], Float[ndarray, "B H L M"]]:
+    """Return the gradients with respect to ``query``, ``memory``, and the scores."""
     doutput = trace.note("output", doutput)
     joined = merge_heads(trace["context"])  # [B, L, H*d_v]
     djoined = attention.output_proj.backward(joined, doutput, trace.within("output_proj").note)
     dropout = partial(trace.dropout, "weights", rate=attention.dropout.rate)
-    heads = (trace["query"], trace["key"], trace["value"], trace["weights"])
+    heads = (attention.multiplier * trace["query"], trace["key"], trace["value"], trace["weights"])
     dcontext = split_heads(djoined, attention.num_heads)
-    dheads = scaled_dot_product_attention_backward(*heads, dcontext, dropout, trace.note)
-    dq, dk, dv = (
-        merge_heads(trace.note(name, dhead)) for name, dhead in zip(("query", "key", "value"), dheads, strict=True)
-    )
+    dq, dk, dv, dscores = scaled_dot_product_attention_backward(*heads, dcontext, dropout, trace.note)
+    dheads = {"query": attention.multiplier * dq, "key": dk, "value": dv}
+    dq, dk, dv = (merge_heads(trace.note(name, dhead)) for name, dhead in dheads.items())
     dquery = attention.query_proj.backward(query, dq, trace.within("query_proj").note)
     dmemory = attention.key_proj.backward(memory, dk, trace.within("key_proj").note)
     dmemory = dmemory + attention.value_proj.backward(memory, dv, trace.within("value_proj").note)
-    return dquery, dmemory
+    return dquery, dmemory, dscores
 
 
 def self_attention_backward(
@@ -64,9 +63,15 @@ def self_attention_backward(
     x: Float[ndarray, "B L d_model"],
     doutput: Float[ndarray, "B L d_model"],
     trace: Trace,
+    dbias: Float[ndarray, "1 H L L"] | None = None,
 ) -> Float[ndarray, "B L d_model"]:
-    """Return the gradient with respect to ``x``, which is both the query and the memory."""
-    dquery, dmemory = multi_head_attention_backward(attention, x, x, doutput, trace)
+    """Return the gradient with respect to ``x``, which is both the query and the memory.
+
+    Also add the gradient with respect to the relative position bias to ``dbias``, in place.
+    """
+    dquery, dmemory, dscores = multi_head_attention_backward(attention, x, x, doutput, trace)
+    if dbias is not None:
+        dbias += dscores.sum(axis=0, keepdims=True)
     return dquery + dmemory
 
 
@@ -76,12 +81,17 @@ def feed_forward_backward(
     doutput: Float[ndarray, "B L d_model"],
     trace: Trace,
 ) -> Float[ndarray, "B L d_model"]:
-    """Return the gradient with respect to ``x`` in ``activation(x W_1 + b_1) W_2 + b_2``."""
+    """Return the gradient with respect to ``x`` in ``activation(x W_1 + b_1) W_2 + b_2``, or in its gated variant."""
     dropout = partial(trace.dropout, "inner", rate=feed_forward.dropout.rate)
     doutput = trace.note("output", doutput)
     kept = dropout(trace["inner"])  # [B, L, d_ff]
     dkept = feed_forward.output_proj.backward(kept, doutput, trace.within("output_proj").note)
     dinner = trace.note("inner", dropout(dkept))
+    if isinstance(feed_forward, GatedFeedForward):
+        dgate = trace.note("gate", dinner * feed_forward.inner_proj(x))
+        dactivated = feed_forward.gate_backward(x, dgate)
+        dx = feed_forward.gate_proj.backward(x, dactivated, trace.within("gate_proj").note)
+        return dx + feed_forward.inner_proj.backward(x, dinner * trace["gate"], trace.within("inner_proj").note)
     dprojected = feed_forward.activation_backward(x, trace["inner"], dinner)
     return feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj").note)
 
@@ -127,10 +137,14 @@ def _residual(layer, name, x, trace):
 
 
 def encoder_layer_backward(
-    layer: EncoderLayer, x: Float[ndarray, "B S d_model"], doutput: Float[ndarray, "B S d_model"], trace: Trace
+    layer: EncoderLayer,
+    x: Float[ndarray, "B S d_model"],
+    doutput: Float[ndarray, "B S d_model"],
+    trace: Trace,
+    dbias: Float[ndarray, "1 H S S"] | None = None,
 ) -> Float[ndarray, "B S d_model"]:
-    """Return the gradient with respect to ``x``."""
-    self_attention = partial(self_attention_backward, layer.self_attention)
+    """Return the gradient with respect to ``x``, and add the gradient of the relative position bias to ``dbias``."""
+    self_attention = partial(self_attention_backward, layer.self_attention, dbias=dbias)
     feed_forward = partial(feed_forward_backward, layer.feed_forward)
     attended = _residual(layer, "self_attention", x, trace)
     dattended = residual_backward(layer, "feed_forward", feed_forward, attended, trace.note("output", doutput), trace)
@@ -142,12 +156,28 @@ def encoder_backward(
 ) -> Float[ndarray, "B S d_model"]:
     """Return the gradient with respect to the embedded source ``x``."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(encoder.layers)))]
-    dx = trace.note("output", doutput)
+    dx, dbias = trace.note("output", trace.dropout("output", doutput, encoder.dropout.rate)), _zero_bias(encoder, trace)
     if encoder.final_norm is not None:
         dx = encoder.final_norm.backward(inputs[-1], dx, trace.within("final_norm").note)
     for i, layer in reversed([*enumerate(encoder.layers)]):
-        dx = encoder_layer_backward(layer, inputs[i], dx, trace.of_layer(i, layer, inputs[i]))
+        dx = encoder_layer_backward(layer, inputs[i], dx, trace.of_layer(i, layer, inputs[i]), dbias)
+    relative_bias_backward(encoder, dbias, trace)
     return dx
+
+
+def _zero_bias(stack, trace):
+    """Return zeros in the shape of the relative position bias, or None if the stack has no such bias."""
+    return None if stack.relative_bias is None else np.zeros_like(trace["relative_bias.output"])
+
+
+def relative_bias_backward(
+    stack: EncoderStack | DecoderStack, dbias: Float[ndarray, "1 H L L"] | None, trace: Trace
+) -> None:
+    """Report the gradients with respect to the relative position bias and its table, if the stack has this bias."""
+    if stack.relative_bias is not None and dbias is not None:
+        positions = np.arange(dbias.shape[-1])
+        dbias = trace.note("relative_bias.output", dbias)
+        trace.note("relative_bias.table", stack.relative_bias.backward(positions, positions, dbias))
 
 
 def decoder_layer_backward(
@@ -156,13 +186,17 @@ def decoder_layer_backward(
     memory: Float[ndarray, "B S d_model"],
     doutput: Float[ndarray, "B T d_model"],
     trace: Trace,
+    dbias: Float[ndarray, "1 H T T"] | None = None,
 ) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
-    """Return the gradients with respect to ``x`` and to the encoder memory."""
+    """Return the gradients with respect to ``x`` and to the encoder memory.
+
+    Also add the gradient with respect to the relative position bias to ``dbias``, in place.
+    """
     dmemory = np.zeros_like(memory)
 
     def cross_attention(x: ndarray, doutput: ndarray, trace: Trace) -> ndarray:
         nonlocal dmemory
-        dquery, dmemory = multi_head_attention_backward(layer.cross_attention, x, memory, doutput, trace)
+        dquery, dmemory, _ = multi_head_attention_backward(layer.cross_attention, x, memory, doutput, trace)
         return dquery
 
     feed_forward = partial(feed_forward_backward, layer.feed_forward)
@@ -172,7 +206,7 @@ def decoder_layer_backward(
     dx = residual_backward(layer, "feed_forward", feed_forward, informed, dx, trace)
     dx = residual_backward(layer, "cross_attention", cross_attention, attended, dx, trace)
     if layer.self_attention is not None:
-        self_attention = partial(self_attention_backward, layer.self_attention)
+        self_attention = partial(self_attention_backward, layer.self_attention, dbias=dbias)
         dx = residual_backward(layer, "self_attention", self_attention, x, dx, trace)
     return dx, dmemory
 
@@ -186,13 +220,15 @@ def decoder_backward(
 ) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
     """Return the gradients with respect to the embedded target ``x`` and to the encoder memory."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(decoder.layers)))]
-    dx, dmemory = trace.note("output", doutput), np.zeros_like(memory)
+    dx, dbias = trace.note("output", trace.dropout("output", doutput, decoder.dropout.rate)), _zero_bias(decoder, trace)
+    dmemory = np.zeros_like(memory)
     if decoder.final_norm is not None:
         dx = decoder.final_norm.backward(inputs[-1], dx, trace.within("final_norm").note)
     for i, layer in reversed([*enumerate(decoder.layers)]):
         layer_trace = trace.of_layer(i, layer, inputs[i], memory)
-        dx, from_layer = decoder_layer_backward(layer, inputs[i], memory, dx, layer_trace)
+        dx, from_layer = decoder_layer_backward(layer, inputs[i], memory, dx, layer_trace, dbias)
         dmemory = dmemory + from_layer
+    relative_bias_backward(decoder, dbias, trace)
     return dx, dmemory
 
 
@@ -260,7 +296,11 @@ def transformer_backward(
         trace.dropout(name, seen[name], model.dropout.rate)
         for name in ("source_embedding.output", "target_embedding.output")
     )
-    dlogits, states, memory = trace.note("logits", dlogits), seen["decoder.output"], seen["encoder.output"]
+    states, memory = (
+        trace.dropout(f"{name}.output", seen[f"{name}.output"], getattr(model, name).dropout.rate)
+        for name in ("decoder", "encoder")
+    )
+    dlogits = trace.note("logits", dlogits)
     dstates, dtable = model.output_proj.backward(states, dlogits, trace.within("output_proj").note)
     dtarget, dmemory = decoder_backward(model.decoder, target, memory, dstates, trace.within("decoder"))
     dsource = encoder_backward(model.encoder, source, dmemory, trace.within("encoder"))

@@ -10,10 +10,10 @@ from numpy import ndarray
 
 from reference_numpy.attention import MultiHeadAttention, scaled_dot_product_attention
 from reference_numpy.decoder import DecoderLayer, DecoderStack
-from reference_numpy.embedding import LearnedPosition, SinusoidalPosition
+from reference_numpy.embedding import LearnedPosition, NoPosition, SinusoidalPosition
 from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.fast import attend
-from reference_numpy.feed_forward import PositionwiseFeedForward
+from reference_numpy.feed_forward import GatedFeedForward, PositionwiseFeedForward
 from reference_numpy.layers import Dropout
 from reference_numpy.transformer import Transformer
 from transformer_spec.checks import some
@@ -28,13 +28,13 @@ BLOCKS: dict[str, tuple[type, ...]] = {
     "layers": (EncoderLayer, DecoderLayer),
     "self_attention": (MultiHeadAttention,),
     "cross_attention": (MultiHeadAttention,),
-    "feed_forward": (PositionwiseFeedForward,),
-    "source_position": (SinusoidalPosition, LearnedPosition),
-    "target_position": (SinusoidalPosition, LearnedPosition),
+    "feed_forward": (GatedFeedForward, PositionwiseFeedForward),
+    "source_position": (SinusoidalPosition, LearnedPosition, NoPosition),
+    "target_position": (SinusoidalPosition, LearnedPosition, NoPosition),
     "dropout": (Dropout,),
 }
 # Suffixes of attribute names. Attributes with these suffixes are layers with parameters.
-LAYERS = ("_proj", "_norm", "_embedding", "_position")
+LAYERS = ("_proj", "_norm", "_embedding", "_position", "relative_bias")
 METHODS = ("__call__", "_encode", "_decode", "project")  # methods that the backward pass of a block differentiates
 REMEDY = "the backward pass cannot differentiate a different formula"
 
@@ -48,7 +48,7 @@ def check_backward(model: Transformer) -> None:
             has a separate layer for each of them.
     """
     _check_block("", model, (Transformer,))
-    if model.config.tie_embeddings == "all" and model.target_embedding is not model.source_embedding:
+    if model.config.shares_embedding and model.target_embedding is not model.source_embedding:
         raise ValueError("target_embedding must be source_embedding, as in the config: got a different layer")
 
 
@@ -72,7 +72,7 @@ def _check_block(path: str, block: Any, kinds: tuple[type, ...]) -> None:
             inner = f"{path}.{name}.{i}".lstrip(".") if several else f"{path}.{name}".lstrip(".")
             if part is not None and name in BLOCKS:
                 _check_block(inner, part, BLOCKS[name])
-            if part is not None and name.endswith(LAYERS) and not isinstance(part, SinusoidalPosition):
+            if part is not None and name.endswith(LAYERS) and not isinstance(part, SinusoidalPosition | NoPosition):
                 _check_layer(inner, part)
 
 

@@ -75,7 +75,7 @@ class LayerInputs(Recorder):
     """
 
     def __init__(self, masks: Mapping[str, Sequence[ndarray]], rng: np.random.Generator | None = None) -> None:
-        super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
+        super().__init__("*_embedding.*", "*coder.relative_bias.output", "*coder.layers.*.output", "*coder.output")
         self.masks = masks
         self.rng = rng
         self.generators: dict[str, np.random.Generator] = {}  # copied generators, keyed by the path of the layer
@@ -93,7 +93,7 @@ class LayerInputs(Recorder):
 
     def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:
         """Recompute a layer, including its dropout, and return the values at its taps."""
-        masks, rng = self.masks[path.partition(".")[0]], copy.deepcopy(self.generators.get(path))
-        seen = Activations()
-        layer(*inputs, *masks, tap=within(seen, path), rng=rng)
+        stack, rng = path.partition(".")[0], copy.deepcopy(self.generators.get(path))
+        seen, bias = Activations(), self.get(f"{stack}.relative_bias.output")
+        layer(*inputs, *self.masks[stack], tap=within(seen, path), rng=rng, bias=bias)
         return seen

@@ -11,9 +11,10 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.attention import KeyValueCache, KeyValues, MultiHeadAttention
-from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.feed_forward import make_feed_forward
+from reference_numpy.layers import Dropout, make_norm
 from reference_numpy.masks import causal_mask
+from reference_numpy.relative_position import RelativePositionBias
 from transformer_spec.checks import check_rows
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
@@ -42,11 +43,11 @@ class DecoderLayer:
         config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype) if with_self_attention else None
-        self.self_attention_norm = LayerNorm(config, dtype) if with_self_attention else None
+        self.self_attention_norm = make_norm(config, dtype) if with_self_attention else None
         self.cross_attention = MultiHeadAttention(config, dtype)
-        self.cross_attention_norm = LayerNorm(config, dtype)
-        self.feed_forward = PositionwiseFeedForward(config, dtype)
-        self.feed_forward_norm = LayerNorm(config, dtype)
+        self.cross_attention_norm = make_norm(config, dtype)
+        self.feed_forward = make_feed_forward(config, dtype)
+        self.feed_forward_norm = make_norm(config, dtype)
         self.dropout = Dropout(config.dropout.residual)
 
     def __call__(
@@ -58,6 +59,7 @@ class DecoderLayer:
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,
+        bias: Float[ndarray, "1 H T M"] | None = None,
     ) -> Float[ndarray, "B T d_model"]:
         """Return the output of the layer for each target position.
 
@@ -73,10 +75,11 @@ class DecoderLayer:
             rng: Random generator for dropout. If None, dropout is disabled (inference).
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
+            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
-                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), rng, past)
+                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), rng, past, bias)
                 attended = self.dropout(attended, rng, tap, "self_attention.output")
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
             attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"), rng)
@@ -88,7 +91,8 @@ class DecoderLayer:
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), rng, past)
+                attention_tap = within(tap, "self_attention")
+                attended = self.self_attention(normed, normed, self_mask, attention_tap, rng, past, bias)
                 x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             attended = self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention"), rng)
@@ -149,15 +153,21 @@ class DecoderStack:
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
+        relative_bias.output: Relative position bias, if ``config.position_encoding`` is ``relative``.
         layers.{i}: Prefix of the taps of layer i.
-        output: Output of the stack.
+        output: Output of the stack, before dropout.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        is_relative = config.position_encoding == "relative"
+        self.relative_bias = (
+            RelativePositionBias(config.in_decoder, dtype, bidirectional=False) if is_relative else None
+        )
         self.layers = [
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
         ]
-        self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+        self.final_norm = make_norm(config, dtype) if config.final_norm else None
+        self.dropout = Dropout(config.dropout.final)
 
     def __call__(
         self,
@@ -181,11 +191,13 @@ class DecoderStack:
                 replaces the intermediate value.
             rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
+        positions = np.arange(x.shape[1])
+        bias = self._bias(positions, positions, tap)
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), rng)
+            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), rng, bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x), rng, tap, "output")
 
     def init_cache(
         self,
@@ -231,8 +243,16 @@ class DecoderStack:
             key_values.length = cache.length
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
+        positions = np.arange(end)
+        bias = self._bias(positions[cache.length :], positions, tap)
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)
+            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past, bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)
+
+    def _bias(self, queries, keys, tap):
+        """Return the relative position bias of positions in the target, or None if the model has no such bias."""
+        if self.relative_bias is None:
+            return None
+        return tap("relative_bias.output", self.relative_bias(queries, keys))  # [1, H, L, M]

@@ -153,10 +153,34 @@ class LearnedPosition:
         return self.table[self.offset : self.offset + length]
 
 
+class NoPosition:
+    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+
+    Args:
+        config: Model configuration, which defines the size of the vectors.
+        dtype: Not used, because the layer has no parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        self.d_model = config.d_model
+
+    def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
+        """Return ``x``."""
+        return x
+
+    def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
+        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        return np.zeros((length, self.d_model))
+
+
+POSITIONS = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
+
+
 class OutputProjection:
     """Output projection: maps each decoder state to one logit per token of the target vocabulary (section 3.4).
 
-    If ``config.tie_embeddings`` is not ``none``, the projection uses the transposed embedding matrix.
+    If ``config.tie_embeddings`` is ``all`` or ``target_output``, the projection uses the transposed embedding matrix.
+    If ``config.scale_logits`` is True, the decoder states are divided by sqrt(d_model) first.
 
     Args:
         config: Model configuration.
@@ -165,7 +189,8 @@ class OutputProjection:
     """
 
     def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
-        tied = config.tie_embeddings != "none"
+        tied = config.ties_output
+        self.multiplier = config.d_model**-0.5 if config.scale_logits else 1.0
         self.embedding = embedding if tied else None
         self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype)
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
@@ -176,7 +201,7 @@ class OutputProjection:
         Args:
             x: One decoder state per target position.
         """
-        return linear(x, self._matrix, self.bias)
+        return linear(self.multiplier * x, self._matrix, self.bias)
 
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
@@ -191,7 +216,8 @@ class OutputProjection:
             tap: Callback that receives the gradients with respect to the bias and, for an untied projection, the
                 kernel.
         """
-        dx, dkernel, dbias = linear_backward(x, self._matrix, dlogits)
+        dx, dkernel, dbias = linear_backward(self.multiplier * x, self._matrix, dlogits)
+        dx = self.multiplier * dx
         if self.bias is not None:
             tap("bias", dbias)
         if self.kernel is None:

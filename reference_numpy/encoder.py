@@ -9,8 +9,9 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.attention import MultiHeadAttention
-from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.feed_forward import make_feed_forward
+from reference_numpy.layers import Dropout, make_norm
+from reference_numpy.relative_position import RelativePositionBias
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 from transformer_spec.taps import Tap, no_tap, within
@@ -35,9 +36,9 @@ class EncoderLayer:
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype)
-        self.self_attention_norm = LayerNorm(config, dtype)
-        self.feed_forward = PositionwiseFeedForward(config, dtype)
-        self.feed_forward_norm = LayerNorm(config, dtype)
+        self.self_attention_norm = make_norm(config, dtype)
+        self.feed_forward = make_feed_forward(config, dtype)
+        self.feed_forward_norm = make_norm(config, dtype)
         self.dropout = Dropout(config.dropout.residual)
 
     def __call__(
@@ -46,6 +47,7 @@ class EncoderLayer:
         mask: Bool[ndarray, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
+        bias: Float[ndarray, "1 H S S"] | None = None,
     ) -> Float[ndarray, "B S d_model"]:
         """Return the output of the layer for each source position.
 
@@ -55,9 +57,10 @@ class EncoderLayer:
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             rng: Random generator for dropout. If None, dropout is disabled (inference).
+            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
         """
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng)
+            attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng, bias=bias)
             attended = self.dropout(attended, rng, tap, "self_attention.output")
             x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
             transformed = self.feed_forward(x, within(tap, "feed_forward"), rng)
@@ -65,7 +68,7 @@ class EncoderLayer:
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            attended = self.self_attention(normed, normed, mask, within(tap, "self_attention"), rng)
+            attended = self.self_attention(normed, normed, mask, within(tap, "self_attention"), rng, bias=bias)
             x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
             transformed = self.feed_forward(normed, within(tap, "feed_forward"), rng)
@@ -81,13 +84,17 @@ class EncoderStack:
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
+        relative_bias.output: Relative position bias, if ``config.position_encoding`` is ``relative``.
         layers.{i}: Prefix of the taps of layer i.
-        output: Output of the stack.
+        output: Output of the stack, before dropout.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        is_relative = config.position_encoding == "relative"
+        self.relative_bias = RelativePositionBias(config, dtype, bidirectional=True) if is_relative else None
         self.layers = [EncoderLayer(config, dtype) for _ in range(config.num_encoder_layers)]
-        self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+        self.final_norm = make_norm(config, dtype) if config.final_norm else None
+        self.dropout = Dropout(config.dropout.final)
 
     def __call__(
         self,
@@ -105,8 +112,12 @@ class EncoderStack:
                 replaces the intermediate value.
             rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
+        bias = None
+        if self.relative_bias is not None:
+            positions = np.arange(x.shape[1])
+            bias = tap("relative_bias.output", self.relative_bias(positions, positions))  # [1, H, S, S]
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask, within(tap, f"layers.{i}"), rng)
+            x = layer(x, mask, within(tap, f"layers.{i}"), rng, bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x), rng, tap, "output")

@@ -23,7 +23,7 @@ from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.functional import UNDERFLOW, relu_backward
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.optimizer import Adam
-from transformer_spec.checks import check_attention, check_attention_mask, to_array
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask, to_array
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -84,7 +84,7 @@ class FastOutputProjection(OutputProjection):
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
         """Return the logits of each position."""
-        logits = _rows(x) @ self._matrix
+        logits = _rows(self.multiplier * x) @ self._matrix
         if self.bias is not None:
             logits += self.bias
         return logits.reshape(*np.shape(x)[:-1], logits.shape[-1])
@@ -96,8 +96,8 @@ class FastOutputProjection(OutputProjection):
 
         The tap receives the gradients with respect to the bias and, if the projection is not tied, the kernel.
         """
-        rows, drows = _rows(x), _rows(dlogits)
-        dx, dtable = (drows @ self._matrix.T).reshape(x.shape), None
+        rows, drows = _rows(self.multiplier * x), _rows(dlogits)
+        dx, dtable = self.multiplier * (drows @ self._matrix.T).reshape(x.shape), None
         if self.bias is not None:
             tap("bias", sum_rows(drows))
         if self.kernel is None:
@@ -194,15 +194,20 @@ def attend(
     mask: Bool[ndarray, "#B #H #L #M"] | None = None,
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
+    bias: Float[ndarray, "#B #H #L #M"] | None = None,
 ) -> Float[ndarray, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention`` in place. Without taps, process long inputs in blocks of queries."""
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
     if tap is no_tap and query.shape[2] > QUERY_BLOCK:
-        return _attend_in_blocks(query, key, value, mask, dropout)
+        return _attend_in_blocks(query, key, value, mask, dropout, bias)
     scores = query @ key.mT
     scores *= 1.0 / math.sqrt(query.shape[-1])
+    if bias is not None:
+        scores += bias
     scores = tap("scores", scores)
     weights = tap("weights", softmax(scores if tap is no_tap else scores.copy(), mask))
     if dropout is not None:
@@ -210,20 +215,21 @@ def attend(
     return tap("context", weights @ value)
 
 
-def _attend_in_blocks(query, key, value, mask, dropout):
+def _attend_in_blocks(query, key, value, mask, dropout, bias):
     """Compute attention for one head and one block of queries at a time.
 
     The blocks are in the order in which dropout samples masks.
     """
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
-    allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
+    masks, biases = (None if x is None else np.broadcast_to(x, (batch, heads, *x.shape[-2:])) for x in (mask, bias))
     for b, h, start in itertools.product(range(batch), range(heads), range(0, length, QUERY_BLOCK)):
         head = slice(b, b + 1), slice(h, h + 1)
         rows = *head, slice(start, start + QUERY_BLOCK)
-        if by_head is not None:
-            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # a mask may broadcast over queries
-        context[rows] = attend(query[rows], key[head], value[head], allowed, dropout)
+        allowed, added = (  # masks and biases may broadcast over queries
+            None if x is None else x[rows if x.shape[2] > 1 else head] for x in (masks, biases)
+        )
+        context[rows] = attend(query[rows], key[head], value[head], allowed, dropout, bias=added)
     return context
 
 

@@ -61,3 +61,45 @@ class PositionwiseFeedForward:
             dinner: Gradient with respect to ``inner``.
         """
         return ACTIVATIONS_BACKWARD[ACTIVATIONS[self.activation]](self.inner_proj(x), dinner)
+
+
+class GatedFeedForward(PositionwiseFeedForward):
+    """Feed-forward network with a gate: ``FFN(x) = (activation(x W_gate) * (x W_inner)) W_output`` (Shazeer, 2020).
+
+    Args:
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+
+    Taps:
+        gate: Output of the activation.
+        inner: Gate times the output of ``inner_proj``, before dropout.
+        output: Output of the network.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        super().__init__(config, dtype)
+        self.gate_proj = Linear(config.d_model, config.d_ff, bias=config.feed_forward_bias, dtype=dtype)
+
+    def __call__(
+        self, x: Float[ndarray, "B L d_model"], tap: Tap = no_tap, rng: np.random.Generator | None = None
+    ) -> Float[ndarray, "B L d_model"]:
+        """Return the output of the network for each position. The arguments are the same as in the base class."""
+        gate = tap("gate", ACTIVATIONS[self.activation](self.gate_proj(x)))  # [B, L, d_ff]
+        inner = tap("inner", gate * self.inner_proj(x))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))
+
+    def gate_backward(
+        self, x: Float[ndarray, "B L d_model"], dgate: Float[ndarray, "B L d_ff"]
+    ) -> Float[ndarray, "B L d_ff"]:
+        """Return the gradient with respect to the input of the activation.
+
+        Args:
+            x: Input of ``gate_proj``.
+            dgate: Gradient with respect to the output of the activation.
+        """
+        return ACTIVATIONS_BACKWARD[ACTIVATIONS[self.activation]](self.gate_proj(x), dgate)
+
+
+def make_feed_forward(config: TransformerConfig, dtype: str = "float32") -> PositionwiseFeedForward:
+    """Return a ``GatedFeedForward`` if ``config.gated_feed_forward``, and a ``PositionwiseFeedForward`` otherwise."""
+    return (GatedFeedForward if config.gated_feed_forward else PositionwiseFeedForward)(config, dtype)

@@ -109,6 +109,32 @@ def layer_norm_backward(
     return dx, (dy * n).sum(axis=rows), dy.sum(axis=rows)
 
 
+def rms_norm(
+    x: Float[ndarray, "*axes d_model"], scale: Float[ndarray, " d_model"], epsilon: float
+) -> Float[ndarray, "*axes d_model"]:
+    """Divide the last axis by its root mean square, and multiply it by the scale (Zhang and Sennrich, 2019).
+
+    Unlike a layer norm, the function neither subtracts the mean nor adds a bias.
+    """
+    return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + epsilon) * scale
+
+
+def rms_norm_backward(
+    x: Float[ndarray, "*axes d_model"],
+    scale: Float[ndarray, " d_model"],
+    epsilon: float,
+    dy: Float[ndarray, "*axes d_model"],
+) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"]]:
+    """Return the gradients with respect to ``x`` and the scale.
+
+    If ``n = x / sigma`` and ``y = n scale``, then ``dx = (dn - n mean(n dn)) / sigma``.
+    """
+    sigma = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + epsilon)
+    n, dn = x / sigma, dy * scale
+    dx = (dn - n * (n * dn).mean(axis=-1, keepdims=True)) / sigma
+    return dx, (dy * n).sum(axis=tuple(range(x.ndim - 1)))
+
+
 def _deviation(centered, epsilon, kind):
     """Return the divisor sigma of a layer norm, and the slope of sigma, where ``dsigma = slope mean(n dx)``."""
     if kind == "standard":

@@ -14,6 +14,8 @@ from reference_numpy.functional import (
     linear,
     linear_backward,
     masked_softmax,
+    rms_norm,
+    rms_norm_backward,
 )
 from reference_numpy.runtime import check_rng
 from transformer_spec.checks import check_number
@@ -21,7 +23,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "RMSNorm", "make_norm", "masked_softmax"]
 
 
 class Linear:
@@ -94,6 +96,42 @@ class LayerNorm:
         tap("scale", dscale)
         tap("bias", dbias)
         return dx
+
+
+class RMSNorm:
+    """Root mean square normalization over the last axis, followed by a learned scale (Zhang and Sennrich, 2019).
+
+    Args:
+        config: Model configuration, which defines the size and the epsilon.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        self.epsilon = config.layer_norm_epsilon
+        self.scale = np.ones(config.d_model, dtype)
+
+    def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
+        """Normalize each position of ``x``."""
+        return rms_norm(x, self.scale, self.epsilon)
+
+    def backward(
+        self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
+    ) -> Float[ndarray, "*axes d_model"]:
+        """Return the gradient with respect to ``x``.
+
+        Args:
+            x: Input of the forward pass.
+            dy: Gradient with respect to the output.
+            tap: Callback that receives the gradient with respect to ``scale``.
+        """
+        dx, dscale = rms_norm_backward(x, self.scale, self.epsilon, dy)
+        tap("scale", dscale)
+        return dx
+
+
+def make_norm(config: TransformerConfig, dtype: str = "float32") -> LayerNorm | RMSNorm:
+    """Return an ``RMSNorm`` if ``config.layer_norm_kind`` is ``rms``, and a ``LayerNorm`` otherwise."""
+    return RMSNorm(config, dtype) if config.layer_norm_kind == "rms" else LayerNorm(config, dtype)
 
 
 class Dropout:

@@ -11,10 +11,10 @@ from numpy import ndarray
 from numpy.typing import DTypeLike
 
 from reference_numpy.decoder import DecoderStack
-from reference_numpy.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from reference_numpy.embedding import POSITIONS, OutputProjection, TokenEmbedding
 from reference_numpy.encoder import EncoderStack
 from reference_numpy.fast import accelerate
-from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.layers import Dropout, make_norm
 from reference_numpy.masks import padding_mask, target_padding_mask
 from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
 from reference_numpy.weights import get_weights, set_weights
@@ -27,7 +27,7 @@ from transformer_spec.names import find, parameter_shapes
 class Part:
     """Base class of ``Transformer``, ``Encoder``, and ``Decoder``, which use the same parameter names.
 
-    If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
+    If both embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
     matrix.
 
     Args:
@@ -46,21 +46,21 @@ class Part:
     def __init__(self, config: TransformerConfig, dtype: DTypeLike = "float32", *, fast: bool = True) -> None:
         check_type("config", config, TransformerConfig)
         dtype = check_placement(dtype, None)
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
+        position = POSITIONS[config.position_encoding]
+        shared = config.shares_embedding
         self.config = config
-        if self.part != "decoder" or tied:
+        if self.part != "decoder" or shared:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
         if self.part != "decoder":
             self.source_position = position(config, dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+            self.source_embedding_norm = make_norm(config, dtype) if config.embedding_norm else None
             self.encoder = EncoderStack(config, dtype)
         if self.part != "encoder":
             self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype)
+                self.source_embedding if shared else TokenEmbedding(config.target_vocab_size, config, dtype)
             )
             self.target_position = position(config, dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+            self.target_embedding_norm = make_norm(config, dtype) if config.embedding_norm else None
             self.decoder = DecoderStack(config, dtype)
             self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)

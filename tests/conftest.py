@@ -144,9 +144,11 @@ def tiny_config(preset: str = "paper_base", **overrides: Any) -> TransformerConf
 
     The source vocabulary has 37 entries. The target vocabulary has 41, or 37 if both sides share one embedding matrix.
     """
-    fields = {**TINY, **overrides}
-    tied = fields.get("tie_embeddings", PRESETS[preset].get("tie_embeddings", "all")) == "all"
-    fields = {"source_vocab_size": 37, "target_vocab_size": 37 if tied else 41, **fields}
+    fields = {**PRESETS[preset], **TINY, **overrides}
+    if fields.get("position_encoding") == "relative":  # so that short sequences use all buckets
+        fields = {"relative_buckets": 8, "relative_max_distance": 12, **fields}
+    shared = fields.get("tie_embeddings", "all") in ("all", "source_target")
+    fields = {"source_vocab_size": 37, "target_vocab_size": 37 if shared else 41, **fields}
     return TransformerConfig.preset(preset, **fields)
 
 

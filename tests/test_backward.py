@@ -100,6 +100,13 @@ def test_masked_softmax_gradient_matches_finite_differences():
         assert allowed is None or not gradient[~mask].any()
 
 
+@pytest.mark.parametrize("epsilon", [1e-6, 0.3])
+def test_rms_norm_gradients_match_finite_differences(epsilon):
+    x, scale, dy = random(2, 3, 6), random(6, seed=1), random(2, 3, 6, seed=3)
+    gradients = functional.rms_norm_backward(x, scale, epsilon, dy)
+    check_arguments(lambda *at: functional.rms_norm(*at, epsilon), (x, scale), dy, gradients)
+
+
 @pytest.mark.parametrize("kind", ["standard", "annotated"])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.3])
 def test_layer_norm_gradients_match_finite_differences(kind, epsilon):
@@ -174,13 +181,14 @@ def test_attention_gradients_match_finite_differences(rate):
     def thin_out(x):
         return functional.dropout(x, keep, rate)
 
-    def attend(query, key, value, tap=ref.no_tap):
-        return ref.scaled_dot_product_attention(query, key, value, mask, thin_out, tap)
+    def attend(query, key, value, bias, tap=ref.no_tap):
+        return ref.scaled_dot_product_attention(query, key, value, mask, thin_out, tap, bias)
 
     seen, dcontext = ref.Recorder(), random(2, 3, 5, 13, seed=5)
-    attend(query, key, value, seen)
+    bias = random(2, 3, 5, 7, seed=6)  # its gradient is the gradient of the scores
+    attend(query, key, value, bias, seen)
     gradients = scaled_dot_product_attention_backward(query, key, value, seen["weights"], dcontext, thin_out)
-    check_arguments(attend, (query, key, value), dcontext, gradients)
+    check_arguments(attend, (query, key, value, bias), dcontext, gradients)
     assert not gradients[0][1, :, 2].any()  # this query may attend to no key
 
 
@@ -251,6 +259,7 @@ def test_taps_record_the_dropout_keep_masks(site):
         "attention": (".weights",),
         "residual": ("_attention.output", ".feed_forward.output"),
         "feed_forward": (".inner",),
+        "final": ("coder.output",),
     }
     shapes = ref.tap_shapes(model.config, *source.shape, target.shape[1])
     assert list(plain) == list(shapes)

@@ -88,6 +88,14 @@ def bad_fields():
         ValueError,
         "tie_embeddings='all' requires equal vocabulary sizes: got source_vocab_size 37 and target_vocab_size 41",
     )
+    yield (
+        {"tie_embeddings": "source_target", "target_vocab_size": 41},
+        ValueError,
+        "tie_embeddings='source_target' requires equal vocabulary sizes: got source_vocab_size 37 and "
+        "target_vocab_size 41",
+    )
+    yield {"relative_buckets": 3}, ValueError, "relative_buckets must be at least 4: got 3"
+    yield {"relative_max_distance": 16}, ValueError, "relative_max_distance must be at least 17: got 16"
 
 
 @pytest.mark.parametrize(("fields", "kind", "message"), list(bad_fields()), ids=str)

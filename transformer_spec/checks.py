@@ -300,12 +300,20 @@ def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> N
     """Raise a TypeError unless a mask is boolean, and a ValueError unless it broadcasts to [batch, heads, L, M]."""
     if dtype != "bool":
         raise TypeError(f"mask must be boolean, True where attention is allowed: got {dtype}")
-    needed = (*query[:3], key[2])
-    if len(mask) != 4 or any(
-        None not in (size, full) and size not in (1, full) for size, full in zip(mask, needed, strict=True)
+    _check_broadcasts("mask", mask, (*query[:3], key[2]))
+
+
+def check_attention_bias(bias: Shape, query: Shape, key: Shape) -> None:
+    """Raise a ValueError unless a bias on the scores broadcasts to [batch, heads, L, M]."""
+    _check_broadcasts("bias", bias, (*query[:3], key[2]))
+
+
+def _check_broadcasts(name: str, shape: Shape, needed: Shape) -> None:
+    if len(shape) != 4 or any(
+        None not in (size, full) and size not in (1, full) for size, full in zip(shape, needed, strict=True)
     ):
-        remedy = "; a mask must have four axes: batch, heads, queries, keys" if len(mask) != 4 else ""
-        raise ValueError(f"mask must broadcast to {needed}: got {tuple(mask)}{remedy}")
+        remedy = f"; a {name} must have four axes: batch, heads, queries, keys" if len(shape) != 4 else ""
+        raise ValueError(f"{name} must broadcast to {needed}: got {tuple(shape)}{remedy}")
 
 
 def _check_agree(names: str, meaning: str, first: int | None, second: int | None) -> None:

@@ -16,11 +16,11 @@ from transformer_spec.presets import PRESETS
 
 CHOICES = {
     "norm_order": ("post", "pre"),
-    "layer_norm_kind": ("standard", "annotated"),
-    "position_encoding": ("sinusoidal", "learned"),
+    "layer_norm_kind": ("standard", "annotated", "rms"),
+    "position_encoding": ("sinusoidal", "learned", "relative"),
     "position_layout": ("interleaved", "split"),
     "position_timescale": ("m", "m_minus_1"),
-    "tie_embeddings": ("none", "target_output", "all"),
+    "tie_embeddings": ("none", "target_output", "source_target", "all"),
     "activation": ("relu", "gelu", "gelu_tanh", "swish"),
     "label_smoothing_kind": ("uniform", "off_target", "off_target_and_pad"),
 }
@@ -34,8 +34,13 @@ SWITCHES = (
     "output_bias",
     "embedding_norm",
     "skip_first_self_attention",
+    "gated_feed_forward",
+    "scale_scores",
+    "scale_logits",
 )
 FARTHEST = 1_000_000  # largest position_offset; rounding makes adjacent positions equal at much larger offsets
+# Fields that files written by earlier versions don't contain. The default values describe the models in these files.
+LATER_FIELDS = ("relative_buckets", "relative_max_distance", "gated_feed_forward", "scale_scores", "scale_logits")
 DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # sizes that can have a separate value in the decoder
 
 
@@ -58,6 +63,7 @@ class DropoutRates:
         attention: Dropout rate for the attention weights (not in the paper).
         residual: Dropout rate for the output of each sublayer, before the residual connection (section 5.4).
         feed_forward: Dropout rate for the activations inside the feed-forward network (not in the paper).
+        final: Dropout rate for the outputs of the encoder stack and the decoder stack (T5).
 
     Raises:
         TypeError: If a rate is not a number.
@@ -68,6 +74,7 @@ class DropoutRates:
     attention: float = 0.0  # not in the paper
     residual: float = 0.1  # section 5.4
     feed_forward: float = 0.0  # not in the paper
+    final: float = 0.0  # not in the paper; T5
 
     def __post_init__(self) -> None:
         for site in dataclasses.fields(self):
@@ -97,9 +104,12 @@ class TransformerConfig:
         final_norm: Whether to add a layer norm after each stack.
         layer_norm_epsilon: Number in (0, 1] that is added to the variance, or to the standard deviation if
             ``layer_norm_kind`` is ``annotated``.
-        layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), and ``annotated`` is
-            unbiased standard deviation + epsilon.
-        position_encoding: Type of positional encoding in the encoder and decoder: ``sinusoidal`` or ``learned``.
+        layer_norm_kind: Formula of layer norms. The divisor of ``standard`` is sqrt(biased variance + epsilon), and the
+            divisor of ``annotated`` is unbiased standard deviation + epsilon. ``rms`` divides by
+            sqrt(mean of squares + epsilon), and neither subtracts the mean nor adds a bias.
+        position_encoding: Type of positional encoding in the encoder and decoder. ``sinusoidal`` and ``learned``
+            encodings are added to the embeddings. ``relative`` adds a learned bias to the scores of self-attention,
+            which depends on the distance between query and key.
         position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
             then all cosines.
         position_timescale: Timescales of the sinusoids: 10000^(i/m) for ``m``, and 10000^(i/(m-1)) for ``m_minus_1``,
@@ -107,8 +117,8 @@ class TransformerConfig:
         position_offset: Index of the first position.
         scale_embedding: Whether to multiply embeddings by sqrt(d_model).
         tie_embeddings: Weight sharing between embeddings and the output projection. ``none`` uses three separate
-            matrices, ``target_output`` uses one matrix for the target embedding and the output projection, and ``all``
-            uses one matrix for all three.
+            matrices, ``target_output`` uses one matrix for the target embedding and the output projection,
+            ``source_target`` uses one matrix for both embeddings, and ``all`` uses one matrix for all three.
         attention_bias: Whether to add biases to the four projections of each attention layer.
         feed_forward_bias: Whether to add biases to the two projections of each feed-forward network.
         output_bias: Whether to add a bias to the logits.
@@ -128,6 +138,12 @@ class TransformerConfig:
             ``decoder_num_heads`` is set, and ``d_v`` otherwise.
         decoder_d_ff: Inner size of the decoder's feed-forward networks. If None, ``d_ff`` is used.
         skip_first_self_attention: Whether to omit the self-attention of the first decoder layer.
+        relative_buckets: Number of buckets of distances if ``position_encoding`` is ``relative``. Distances in the same
+            bucket have the same bias. The encoder uses half of the buckets for keys after the query.
+        relative_max_distance: Distance in tokens from which on all keys are in the last bucket.
+        gated_feed_forward: Whether to multiply the inner activations of feed-forward networks by a linear projection.
+        scale_scores: Whether to divide the scores by sqrt(d_k), as in equation (1).
+        scale_logits: Whether to divide the decoder's output by sqrt(d_model) before the output projection.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -175,6 +191,11 @@ class TransformerConfig:
     decoder_d_v: int | None = None  # if None, d_model / decoder_num_heads, or d_v if decoder_num_heads is also None
     decoder_d_ff: int | None = None  # if None, d_ff is used
     skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
+    relative_buckets: int = 32  # the number in all T5 models
+    relative_max_distance: int = 128  # the distance in all T5 models
+    gated_feed_forward: bool = False  # activation(x W_gate) * (x W_inner), as in T5 v1.1
+    scale_scores: bool = True  # divide by sqrt(d_k), equation (1)
+    scale_logits: bool = False  # divide decoder outputs by sqrt(d_model) before the output projection (T5)
 
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
@@ -216,9 +237,9 @@ class TransformerConfig:
                 f"label_smoothing_kind={self.label_smoothing_kind!r} requires target_vocab_size to be at "
                 f"least {others + 1}: got {self.target_vocab_size}"
             )
-        if self.tie_embeddings == "all" and self.source_vocab_size != self.target_vocab_size:
+        if self.shares_embedding and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(
-                "tie_embeddings='all' requires equal vocabulary sizes: got source_vocab_size "
+                f"tie_embeddings={self.tie_embeddings!r} requires equal vocabulary sizes: got source_vocab_size "
                 f"{self.source_vocab_size} and target_vocab_size {self.target_vocab_size}"
             )
 
@@ -260,8 +281,12 @@ class TransformerConfig:
                 raise ValueError(
                     f"position_offset must be below max_length {self.max_length}: got {self.position_offset}"
                 )
-        else:
+        elif self.position_encoding == "sinusoidal":
             check_sinusoids(self.d_model, self.position_layout, self.position_timescale)
+        # The encoder uses half of the buckets in each direction, and half of these for exact distances.
+        buckets = self._keep("relative_buckets", check_integer("relative_buckets", self.relative_buckets, minimum=4))
+        distance = check_integer("relative_max_distance", self.relative_max_distance, buckets // 2 + 1, FARTHEST)
+        self._keep("relative_max_distance", distance)
 
     def _keep(self, name: str, value: Any) -> Any:
         """Set a field of the frozen config and return its value. Only the constructor calls this method."""
@@ -276,6 +301,16 @@ class TransformerConfig:
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
         changes = {name: size for name, size in own.items() if size is not None}
         return self.replace(**changes, **dict.fromkeys(f"decoder_{name}" for name in DECODER_SIZES))
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the source and target embeddings are the same matrix."""
+        return self.tie_embeddings in ("all", "source_target")
+
+    @property
+    def ties_output(self) -> bool:
+        """Whether the output projection uses the matrix of the target embedding."""
+        return self.tie_embeddings in ("all", "target_output")
 
     def has_self_attention(self, layer: int) -> bool:
         """Return whether the decoder layer with index ``layer`` (counted from 0) has self-attention."""
@@ -322,7 +357,7 @@ class TransformerConfig:
         """Create a config from the result of ``to_dict``.
 
         Args:
-            fields: All fields, keyed by name.
+            fields: All fields, keyed by name. ``LATER_FIELDS`` can be missing and then have their default values.
 
         Raises:
             TypeError: If a field has the wrong type.
@@ -330,5 +365,6 @@ class TransformerConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names to values: got {type(fields).__name__}")
-        check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        check_fields("config fields", {*fields, *LATER_FIELDS}, names)
         return cls(**fields)

@@ -65,7 +65,7 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
         return dict(_parameters(config))
     check_choice("part", part, tuple(PARTS))
     other = "num_decoder_layers" if part == "encoder" else "num_encoder_layers"
-    begins = (*PARTS[part], *(["source_embedding."] if config.tie_embeddings == "all" else []))
+    begins = (*PARTS[part], *(["source_embedding."] if config.shares_embedding else []))
     shapes = _parameters(config.replace(**{other: 2}))  # the result doesn't depend on this depth
     return {name: shape for name, shape in shapes if name.startswith(begins)}
 
@@ -212,7 +212,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
 def _parameters(config: TransformerConfig) -> Shapes:
     d_model = config.d_model
     yield "source_embedding.table", (config.source_vocab_size, d_model)
-    if config.tie_embeddings != "all":
+    if not config.shares_embedding:
         yield "target_embedding.table", (config.target_vocab_size, d_model)
     if config.position_encoding == "learned":
         yield "source_position.table", (config.max_length, d_model)
@@ -221,6 +221,8 @@ def _parameters(config: TransformerConfig) -> Shapes:
         yield from _norm("source_embedding_norm", config)
         yield from _norm("target_embedding_norm", config)
     for stack, sizes, layers in _stacks(config):
+        if config.position_encoding == "relative":
+            yield f"{stack}.relative_bias.table", (config.relative_buckets, sizes.num_heads)
         for i, sublayers in enumerate(layers):
             for sublayer in sublayers:
                 path = f"{stack}.layers.{i}.{sublayer}"
@@ -228,7 +230,7 @@ def _parameters(config: TransformerConfig) -> Shapes:
                 yield from _norm(f"{path}_norm", config)
         if config.final_norm:
             yield from _norm(f"{stack}.final_norm", config)
-    if config.tie_embeddings == "none":
+    if not config.ties_output:
         yield "output_proj.kernel", (d_model, config.target_vocab_size)
     if config.output_bias:
         yield "output_proj.bias", (config.target_vocab_size,)
@@ -258,13 +260,16 @@ def _attention(path: str, config: TransformerConfig) -> Shapes:
 
 
 def _feed_forward(path: str, config: TransformerConfig) -> Shapes:
+    if config.gated_feed_forward:
+        yield from _linear(f"{path}.gate_proj", config.d_model, config.d_ff, config.feed_forward_bias)
     yield from _linear(f"{path}.inner_proj", config.d_model, config.d_ff, config.feed_forward_bias)
     yield from _linear(f"{path}.output_proj", config.d_ff, config.d_model, config.feed_forward_bias)
 
 
 def _norm(path: str, config: TransformerConfig) -> Shapes:
     yield f"{path}.scale", (config.d_model,)
-    yield f"{path}.bias", (config.d_model,)
+    if config.layer_norm_kind != "rms":
+        yield f"{path}.bias", (config.d_model,)
 
 
 def _taps(config: TransformerConfig, batch: int, source_length: int, target_length: int) -> Shapes:
@@ -272,6 +277,8 @@ def _taps(config: TransformerConfig, batch: int, source_length: int, target_leng
     for (stack, sizes, layers), side in zip(_stacks(config), ("source", "target"), strict=True):
         length = lengths[stack]
         yield f"{side}_embedding.output", (batch, length, config.d_model)
+        if config.position_encoding == "relative":
+            yield f"{stack}.relative_bias.output", (1, sizes.num_heads, length, length)
         for i, sublayers in enumerate(layers):
             for sublayer in sublayers:
                 path = f"{stack}.layers.{i}.{sublayer}"
@@ -279,6 +286,8 @@ def _taps(config: TransformerConfig, batch: int, source_length: int, target_leng
                 if config.norm_order == "pre":
                     yield norm
                 if sublayer == "feed_forward":
+                    if config.gated_feed_forward:
+                        yield f"{path}.gate", (batch, length, sizes.d_ff)
                     yield f"{path}.inner", (batch, length, sizes.d_ff)
                     yield f"{path}.output", (batch, length, config.d_model)
                 else:

@@ -33,9 +33,12 @@ TENSOR_AXES = {
     "key_proj.bias": 0,
     "value_proj.kernel": 1,
     "value_proj.bias": 0,
+    "gate_proj.kernel": 1,
+    "gate_proj.bias": 0,
     "inner_proj.kernel": 1,
     "inner_proj.bias": 0,
     "output_proj.kernel": 0,
+    "relative_bias.table": 1,
 }
 
 
@@ -155,7 +158,7 @@ class Shard:
 
 def tensor_axis(name: str) -> int | None:
     """Return the axis along which ``tensor`` divides a parameter, or None if the parameter isn't divided."""
-    if ".layers." not in name:
+    if name.startswith("output_proj."):  # the output projection of the model
         return None
     return TENSOR_AXES.get(".".join(name.split(".")[-2:]))
 

@@ -30,6 +30,24 @@ _BART = {
     "activation": "gelu",
 }
 _PRE_NORM = {"norm_order": "pre", "final_norm": True}
+_T5 = {
+    **_PRE_NORM,
+    "layer_norm_kind": "rms",
+    "position_encoding": "relative",
+    "scale_embedding": False,
+    "feed_forward_bias": False,
+    "scale_scores": False,
+    "dropout": {**_ALL_SITES, "final": 0.1},
+    **{"pad_id": 0, "bos_id": 0, "eos_id": 1},
+    "label_smoothing": 0.0,
+}
+_T5_V1_1 = {
+    **_T5,
+    "tie_embeddings": "source_target",
+    "activation": "gelu_tanh",
+    "gated_feed_forward": True,
+    **{"num_heads": 6, "d_k": 64, "d_v": 64, "d_ff": 1024, "num_encoder_layers": 8, "num_decoder_layers": 8},
+}
 
 # Table 3 of the paper, one preset per row. The letter in each comment is the label of the row in Table 3.
 TABLE_3: dict[str, dict[str, Any]] = {
@@ -121,6 +139,21 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **_PRE_NORM,
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
+    },
+    # T5 (Raffel et al., 2020), with the sizes of T5 Small. Decoding starts with PAD.
+    "t5": {**_T5, "scale_logits": True},
+    # T5 v1.1 and FLAN-T5, with the sizes of the small models. The feed-forward networks are gated (Shazeer, 2020), and
+    # the output projection isn't tied.
+    "t5_v1_1": _T5_V1_1,
+    # mT5 (Xue et al., 2021): T5 v1.1 with a multilingual vocabulary, here with the sizes of mT5 Base.
+    "mt5": {
+        **_T5_V1_1,
+        **{"d_model": 768, "num_heads": 12, "d_ff": 2048, "num_encoder_layers": 12, "num_decoder_layers": 12},
+    },
+    # ByT5 (Xue et al., 2022): T5 v1.1 with bytes as tokens and a deeper encoder, here with the sizes of ByT5 Small.
+    "byt5": {
+        **_T5_V1_1,
+        **{"d_model": 1472, "d_ff": 3584, "num_encoder_layers": 12, "num_decoder_layers": 4},
     },
     # Flax's WMT example. The embedding weights in Flax's checkpoints are larger than the weights of an equivalent model
     # with this preset, by a factor of sqrt(d_model). Flax divides the logits by sqrt(d_model).

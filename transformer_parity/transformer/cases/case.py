@@ -13,6 +13,7 @@ from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.inputs import WEIGHTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
+from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
@@ -118,6 +119,8 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
         "num_decoder_layers": 2,
         "max_length": 32,
     }
+    if PRESETS[preset].get("position_encoding") == "relative":  # so that the short sequences use all buckets
+        sizes |= {"relative_buckets": 8, "relative_max_distance": 12}
     return TransformerConfig.preset(preset, **{**sizes, **overrides})
 
 

@@ -1,0 +1,85 @@
+"""The relative position bias of T5 (Raffel et al., 2020, section 2.1).
+
+Axes: H heads, L query length, M memory length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
+
+
+def relative_position_bucket(
+    distance: Int[ndarray, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[ndarray, "L M"]:
+    """Return the bucket of each distance.
+
+    Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
+    the other buckets grows exponentially: distance n is in bucket
+    ``m + floor((num_buckets - m) log(n / m) / log(max_distance / m))``, or in the last bucket if this number is larger.
+
+    Args:
+        distance: Position of the key minus position of the query.
+        num_buckets: Number of buckets.
+        max_distance: Distance from which on all keys are in the last bucket.
+        bidirectional: If True, keys after the query have their own half of the buckets. If False, they are in the
+            bucket of distance 0, because a mask excludes them.
+    """
+    if bidirectional:
+        num_buckets //= 2
+        first, n = np.where(distance > 0, num_buckets, 0), np.abs(distance)
+    else:
+        first, n = np.zeros_like(distance), np.maximum(-distance, 0)
+    m = num_buckets // 2
+    growth = np.log(np.maximum(n, m) / m) / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
+    far = np.minimum(m + (growth * (num_buckets - m)).astype(int), num_buckets - 1)
+    return first + np.where(n < m, n, far)
+
+
+class RelativePositionBias:
+    """Relative position bias: one learned number per head and bucket of distances, which is added to the scores.
+
+    All self-attention layers of a stack use the same bias.
+
+    Args:
+        config: Model configuration, which defines the number of heads and the buckets.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+        bidirectional: Whether queries attend to keys after them, as in the encoder.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, bidirectional: bool) -> None:
+        self.max_distance = config.relative_max_distance
+        self.bidirectional = bidirectional
+        self.table = np.zeros((config.relative_buckets, config.num_heads), dtype)
+
+    def __call__(self, queries: Int[ndarray, " L"], keys: Int[ndarray, " M"]) -> Float[ndarray, "1 H L M"]:
+        """Return the bias of each query and key.
+
+        Args:
+            queries: Positions of the queries.
+            keys: Positions of the keys.
+        """
+        return self.table[self._buckets(queries, keys)].transpose(2, 0, 1)[None]
+
+    def backward(
+        self, queries: Int[ndarray, " L"], keys: Int[ndarray, " M"], dbias: Float[ndarray, "1 H L M"]
+    ) -> Float[ndarray, "num_buckets H"]:
+        """Return the gradient with respect to the table: for each bucket, the sum of the gradients of its biases.
+
+        Args:
+            queries: Positions of the queries in the forward pass.
+            keys: Positions of the keys in the forward pass.
+            dbias: Gradient with respect to the bias.
+        """
+        dtable = np.zeros_like(self.table)
+        np.add.at(dtable, self._buckets(queries, keys), dbias[0].transpose(1, 2, 0))
+        return dtable
+
+    def _buckets(self, queries, keys):
+        distance = keys[None, :] - queries[:, None]  # [L, M]
+        return relative_position_bucket(distance, len(self.table), self.max_distance, bidirectional=self.bidirectional)
