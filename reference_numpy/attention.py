@@ -204,8 +204,7 @@ class MultiHeadAttention:
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.num_heads = config.num_heads
-        # Without scaled scores (T5), this factor of the queries cancels the division in equation (1).
-        self.multiplier = 1.0 if config.scale_scores else math.sqrt(config.d_k)
+        self.scale_scores = config.scale_scores
         bias = config.attention_bias
         self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
@@ -252,7 +251,9 @@ class MultiHeadAttention:
         if past is not None:
             k, v = past.append(k, v)
         dropout = partial(self.dropout, rng=rng, tap=tap, name="weights")
-        context = self.attend(self.multiplier * q, k, v, mask, dropout, tap, bias)
+        if not self.scale_scores:
+            q = q * math.sqrt(q.shape[-1])  # cancels the division in equation (1)
+        context = self.attend(q, k, v, mask, dropout, tap, bias)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:

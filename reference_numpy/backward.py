@@ -11,6 +11,7 @@ Axes: B batch, L query length, M memory length, S source length, T target length
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -47,10 +48,11 @@ def multi_head_attention_backward(
     joined = merge_heads(trace["context"])  # [B, L, H*d_v]
     djoined = attention.output_proj.backward(joined, doutput, trace.within("output_proj").note)
     dropout = partial(trace.dropout, "weights", rate=attention.dropout.rate)
-    heads = (attention.multiplier * trace["query"], trace["key"], trace["value"], trace["weights"])
+    multiplier = 1.0 if attention.scale_scores else math.sqrt(trace["query"].shape[-1])
+    heads = (multiplier * trace["query"], trace["key"], trace["value"], trace["weights"])
     dcontext = split_heads(djoined, attention.num_heads)
     dq, dk, dv, dscores = scaled_dot_product_attention_backward(*heads, dcontext, dropout, trace.note)
-    dheads = {"query": attention.multiplier * dq, "key": dk, "value": dv}
+    dheads = {"query": multiplier * dq, "key": dk, "value": dv}
     dq, dk, dv = (merge_heads(trace.note(name, dhead)) for name, dhead in dheads.items())
     dquery = attention.query_proj.backward(query, dq, trace.within("query_proj").note)
     dmemory = attention.key_proj.backward(memory, dk, trace.within("key_proj").note)
@@ -177,7 +179,7 @@ def relative_bias_backward(
     if stack.relative_bias is not None and dbias is not None:
         positions = np.arange(dbias.shape[-1])
         dbias = trace.note("relative_bias.output", dbias)
-        trace.note("relative_bias.table", stack.relative_bias.backward(positions, positions, dbias))
+        trace.note("relative_bias.table", stack.relative_bias.backward(positions - positions[:, None], dbias))
 
 
 def decoder_layer_backward(
@@ -301,7 +303,9 @@ def transformer_backward(
         for name in ("decoder", "encoder")
     )
     dlogits = trace.note("logits", dlogits)
+    states = model.output_multiplier * states
     dstates, dtable = model.output_proj.backward(states, dlogits, trace.within("output_proj").note)
+    dstates = model.output_multiplier * dstates
     dtarget, dmemory = decoder_backward(model.decoder, target, memory, dstates, trace.within("decoder"))
     dsource = encoder_backward(model.encoder, source, dmemory, trace.within("encoder"))
     # The gradient of a tied matrix is the sum of the gradients from all its uses.

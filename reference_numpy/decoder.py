@@ -255,4 +255,4 @@ class DecoderStack:
         """Return the relative position bias of positions in the target, or None if the model has no such bias."""
         if self.relative_bias is None:
             return None
-        return tap("relative_bias.output", self.relative_bias(queries, keys))  # [1, H, L, M]
+        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]

@@ -180,7 +180,6 @@ class OutputProjection:
     """Output projection: maps each decoder state to one logit per token of the target vocabulary (section 3.4).
 
     If ``config.tie_embeddings`` is ``all`` or ``target_output``, the projection uses the transposed embedding matrix.
-    If ``config.scale_logits`` is True, the decoder states are divided by sqrt(d_model) first.
 
     Args:
         config: Model configuration.
@@ -190,7 +189,6 @@ class OutputProjection:
 
     def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         tied = config.ties_output
-        self.multiplier = config.d_model**-0.5 if config.scale_logits else 1.0
         self.embedding = embedding if tied else None
         self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype)
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
@@ -201,7 +199,7 @@ class OutputProjection:
         Args:
             x: One decoder state per target position.
         """
-        return linear(self.multiplier * x, self._matrix, self.bias)
+        return linear(x, self._matrix, self.bias)
 
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
@@ -216,8 +214,7 @@ class OutputProjection:
             tap: Callback that receives the gradients with respect to the bias and, for an untied projection, the
                 kernel.
         """
-        dx, dkernel, dbias = linear_backward(self.multiplier * x, self._matrix, dlogits)
-        dx = self.multiplier * dx
+        dx, dkernel, dbias = linear_backward(x, self._matrix, dlogits)
         if self.bias is not None:
             tap("bias", dbias)
         if self.kernel is None:

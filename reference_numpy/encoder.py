@@ -115,7 +115,7 @@ class EncoderStack:
         bias = None
         if self.relative_bias is not None:
             positions = np.arange(x.shape[1])
-            bias = tap("relative_bias.output", self.relative_bias(positions, positions))  # [1, H, S, S]
+            bias = tap("relative_bias.output", self.relative_bias(positions - positions[:, None]))  # [1, H, S, S]
         for i, layer in enumerate(self.layers):
             x = layer(x, mask, within(tap, f"layers.{i}"), rng, bias)
         if self.final_norm is not None:

@@ -84,7 +84,7 @@ class FastOutputProjection(OutputProjection):
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
         """Return the logits of each position."""
-        logits = _rows(self.multiplier * x) @ self._matrix
+        logits = _rows(x) @ self._matrix
         if self.bias is not None:
             logits += self.bias
         return logits.reshape(*np.shape(x)[:-1], logits.shape[-1])
@@ -96,8 +96,8 @@ class FastOutputProjection(OutputProjection):
 
         The tap receives the gradients with respect to the bias and, if the projection is not tied, the kernel.
         """
-        rows, drows = _rows(self.multiplier * x), _rows(dlogits)
-        dx, dtable = self.multiplier * (drows @ self._matrix.T).reshape(x.shape), None
+        rows, drows = _rows(x), _rows(dlogits)
+        dx, dtable = (drows @ self._matrix.T).reshape(x.shape), None
         if self.bias is not None:
             tap("bias", sum_rows(drows))
         if self.kernel is None:

@@ -57,29 +57,26 @@ class RelativePositionBias:
         self.bidirectional = bidirectional
         self.table = np.zeros((config.relative_buckets, config.num_heads), dtype)
 
-    def __call__(self, queries: Int[ndarray, " L"], keys: Int[ndarray, " M"]) -> Float[ndarray, "1 H L M"]:
+    def __call__(self, distance: Int[ndarray, "L M"]) -> Float[ndarray, "1 H L M"]:
         """Return the bias of each query and key.
 
         Args:
-            queries: Positions of the queries.
-            keys: Positions of the keys.
+            distance: Position of the key minus position of the query.
         """
-        return self.table[self._buckets(queries, keys)].transpose(2, 0, 1)[None]
+        return self.table[self._bucket(distance)].transpose(2, 0, 1)[None]
 
     def backward(
-        self, queries: Int[ndarray, " L"], keys: Int[ndarray, " M"], dbias: Float[ndarray, "1 H L M"]
+        self, distance: Int[ndarray, "L M"], dbias: Float[ndarray, "1 H L M"]
     ) -> Float[ndarray, "num_buckets H"]:
         """Return the gradient with respect to the table: for each bucket, the sum of the gradients of its biases.
 
         Args:
-            queries: Positions of the queries in the forward pass.
-            keys: Positions of the keys in the forward pass.
+            distance: Distances of the forward pass.
             dbias: Gradient with respect to the bias.
         """
         dtable = np.zeros_like(self.table)
-        np.add.at(dtable, self._buckets(queries, keys), dbias[0].transpose(1, 2, 0))
+        np.add.at(dtable, self._bucket(distance), dbias[0].transpose(1, 2, 0))
         return dtable
 
-    def _buckets(self, queries, keys):
-        distance = keys[None, :] - queries[:, None]  # [L, M]
+    def _bucket(self, distance):
         return relative_position_bucket(distance, len(self.table), self.max_distance, bidirectional=self.bidirectional)

@@ -222,7 +222,7 @@ UNDIFFERENTIATED = {
     ),
     "a wrapped block": (
         set_value(FEED_FORWARD, lambda model: Wrapper(find(model, FEED_FORWARD))),
-        f"{FEED_FORWARD} must be an instance of GatedFeedForward or PositionwiseFeedForward: got Wrapper; the backward pass",
+        f"{FEED_FORWARD} must be an instance of GatedFeedForward or PositionwiseFeedForward: got Wrapper; the backward",
     ),
     "a dropout function": (
         set_value("dropout", lambda _: lambda x, *_: x),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -27,6 +27,7 @@ def scaled_dot_product_attention(
     mask: Bool[Tensor, "#B #H #L #M"] | None = None,
     dropout: Dropout | None = None,
     tap: Tap = no_tap,
+    bias: Float[Tensor, "#B #H #L #M"] | None = None,
 ) -> Float[Tensor, "B H L d_v"]:
     """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
@@ -41,6 +42,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -50,7 +52,7 @@ def scaled_dot_product_attention(
         ValueError: If the shapes of the arguments don't match.
 
     Taps:
-        scores: Scaled scores, before the mask.
+        scores: Scaled scores plus bias, before the mask.
         weights: Attention weights, before dropout.
         context: Weighted averages of the values.
     """
@@ -58,7 +60,11 @@ def scaled_dot_product_attention(
     if mask is not None:
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
     d_k = query.shape[-1]
-    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
+    scores = query @ key.mT / math.sqrt(d_k)  # [B, H, L, M]
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
+        scores = scores + bias
+    scores = tap("scores", scores)
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
@@ -167,6 +173,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.scale_scores = config.scale_scores
         bias = config.attention_bias
         self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
@@ -182,6 +189,7 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Tensor, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        bias: Float[Tensor, "#N #H #L #K"] | None = None,
     ) -> Float[Tensor, "B L d_model"]:
         """Attend from each query position to the memory positions, and return one vector per query position.
 
@@ -195,6 +203,7 @@ class MultiHeadAttention(nn.Module):
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
         """
         shape = query.shape
         if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory
@@ -208,7 +217,9 @@ class MultiHeadAttention(nn.Module):
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
-        context = self.attend(q, k, v, mask, self.dropout, tap)
+        if not self.scale_scores:
+            q = q * math.sqrt(q.shape[-1])  # cancels the division in equation (1)
+        context = self.attend(q, k, v, mask, self.dropout, tap, bias)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:

@@ -15,9 +15,10 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_torch.attention import KeyValueCache, KeyValues, MultiHeadAttention
-from transformer_torch.feed_forward import PositionwiseFeedForward
-from transformer_torch.layers import Dropout, LayerNorm
+from transformer_torch.feed_forward import make_feed_forward
+from transformer_torch.layers import Dropout, make_norm
 from transformer_torch.masks import causal_mask
+from transformer_torch.relative_position import RelativePositionBias
 
 
 class DecoderLayer(nn.Module):
@@ -45,11 +46,11 @@ class DecoderLayer(nn.Module):
         config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype) if with_self_attention else None
-        self.self_attention_norm = LayerNorm(config, dtype) if with_self_attention else None
+        self.self_attention_norm = make_norm(config, dtype) if with_self_attention else None
         self.cross_attention = MultiHeadAttention(config, dtype)
-        self.cross_attention_norm = LayerNorm(config, dtype)
-        self.feed_forward = PositionwiseFeedForward(config, dtype)
-        self.feed_forward_norm = LayerNorm(config, dtype)
+        self.cross_attention_norm = make_norm(config, dtype)
+        self.feed_forward = make_feed_forward(config, dtype)
+        self.feed_forward_norm = make_norm(config, dtype)
         self.dropout = Dropout(config.dropout.residual)
 
     def forward(
@@ -60,6 +61,7 @@ class DecoderLayer(nn.Module):
         cross_mask: Bool[Tensor, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        bias: Float[Tensor, "1 H T M"] | None = None,
     ) -> Float[Tensor, "B T d_model"]:
         """Return the output of the layer for each target position.
 
@@ -74,10 +76,11 @@ class DecoderLayer(nn.Module):
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
+            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
         """
         if self.norm_order == "post":
             if self.self_attention is not None and self.self_attention_norm is not None:
-                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past)
+                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past, bias=bias)
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -86,7 +89,8 @@ class DecoderLayer(nn.Module):
         else:
             if self.self_attention is not None and self.self_attention_norm is not None:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), past)
+                attention_tap = within(tap, "self_attention")
+                attended = self.self_attention(normed, normed, self_mask, attention_tap, past, bias=bias)
                 x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention")))
@@ -143,16 +147,22 @@ class DecoderStack(nn.Module):
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:
+        relative_bias.output: Relative position bias, if ``config.position_encoding`` is ``relative``.
         layers.{i}: Prefix of the taps of layer i.
-        output: Output of the stack.
+        output: Output of the stack, before dropout.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
+        is_relative = config.position_encoding == "relative"
+        self.relative_bias = (
+            RelativePositionBias(config.in_decoder, dtype, bidirectional=False) if is_relative else None
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
         )
-        self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+        self.final_norm = make_norm(config, dtype) if config.final_norm else None
+        self.dropout = Dropout(config.dropout.final)
         self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def forward(
@@ -175,14 +185,15 @@ class DecoderStack(nn.Module):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
+        bias = self._bias(0, x.shape[1], x.device, tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = checkpoint(layer, x, memory, self_mask, cross_mask, use_reentrant=False)
+                x = checkpoint(layer, x, memory, self_mask, cross_mask, bias=bias, use_reentrant=False)
             else:
-                x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+                x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x))
 
     def init_cache(
         self,
@@ -224,12 +235,20 @@ class DecoderStack(nn.Module):
         self_mask = cache.self_mask[..., :end]
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
+        bias = self._bias(n, end, x.device, tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             own = KeyValueCache(past.key, past.value, n) if past else None
-            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own)
+            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own, bias)
         cache.length = end
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)
+
+    def _bias(self, first, end, device, tap):
+        """Return the relative position bias of the queries from ``first`` on, or None if the model has no bias."""
+        if self.relative_bias is None:
+            return None
+        positions = torch.arange(end, device=device)
+        return tap("relative_bias.output", self.relative_bias(positions - positions[first:, None]))  # [1, H, L, M]

@@ -71,7 +71,7 @@ class TokenEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        _draw_table(self.weight)
+        draw_table(self.weight, self.weight.shape[1] ** -0.5)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
         """Return the embedding of each token.
@@ -135,7 +135,7 @@ class LearnedPosition(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        _draw_table(self.weight)
+        draw_table(self.weight, self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` plus the learned vector of each position.
@@ -156,22 +156,46 @@ class LearnedPosition(nn.Embedding):
         return f"{super().extra_repr()}, offset={self.offset}"
 
 
+class NoPosition(nn.Module):
+    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+
+    Args:
+        config: Model configuration, which defines the size of the vectors.
+        dtype: Not used, because the layer has no parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
+        super().__init__()
+        self.d_model = config.d_model
+
+    def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
+        """Return ``x``."""
+        return x
+
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        return torch.zeros(length, self.d_model)
+
+
+POSITIONS = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
+
+
 def OutputProjection(  # noqa: N802  the name of a layer
     config: TransformerConfig, embedding: TokenEmbedding, dtype: torch.dtype | str = "float32"
 ) -> nn.Module:
     """Return a layer that maps each decoder state to one logit per token of the target vocabulary (section 3.4).
 
-    If ``config.tie_embeddings`` is ``none``, the layer is an ``nn.Linear``. Otherwise, it is a ``TiedProjection``,
-    which uses the transposed embedding matrix.
+    If ``config.ties_output`` is True, the layer is a ``TiedProjection``, which uses the transposed embedding matrix.
+    Otherwise, it is an ``nn.Linear``.
 
     Args:
         config: Model configuration.
         embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
-    if config.tie_embeddings == "none":
-        return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype)
-    return TiedProjection(embedding, config.output_bias)
+    if config.ties_output:
+        return TiedProjection(embedding, config.output_bias)
+    return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype)
 
 
 class TiedProjection(nn.Module):
@@ -217,6 +241,7 @@ class TiedProjection(nn.Module):
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 
 
-def _draw_table(weight: Tensor) -> None:
+def draw_table(weight: Tensor, std: float) -> None:
+    """Initialize a matrix from a normal distribution with the given standard deviation."""
     if not weight.is_meta:  # on the meta device, ``normal_`` would import SymPy without initializing any values
-        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        nn.init.normal_(weight, std=std)

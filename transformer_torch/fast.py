@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 from torch.func import debug_unwrap
 
-from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -103,6 +103,7 @@ def fused_attention(
     mask: Bool[Tensor, "#B #H #L #M"] | None = None,
     dropout: Dropout | None = None,
     tap: Tap = no_tap,
+    bias: Float[Tensor, "#B #H #L #M"] | None = None,
 ) -> Float[Tensor, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention`` without storing the attention weights, if possible.
 
@@ -116,10 +117,14 @@ def fused_attention(
     rate = dropout.p if is_plain and dropout is not None and dropout.training else 0.0
     is_fused = is_plain and tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
     if not is_fused or onednn.delays_attention(query, key):
-        return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
+        return scaled_dot_product_attention(query, key, value, mask, dropout, tap, bias)
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
+        added = bias if mask is None else bias.masked_fill(~mask, -inf)
+        return F.scaled_dot_product_attention(query, key, value, added, dropout_p=rate)
     if pattern := getattr(mask, "pattern", None):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=pattern == "causal")
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)

@@ -15,7 +15,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 from transformer_torch.runtime import to_dtype
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "RMSNorm", "make_norm", "masked_softmax"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -142,3 +142,20 @@ class LayerNorm(nn.LayerNorm):
         centered = wide - wide.mean(-1, keepdim=True)
         normed = centered / (wide.std(-1, correction=1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight + self.bias
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square normalization over the last axis, followed by a learned scale (Zhang and Sennrich, 2019).
+
+    Args:
+        config: Model configuration, which defines the size and the epsilon.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
+        super().__init__(config.d_model, eps=config.layer_norm_epsilon, dtype=to_dtype(dtype))
+
+
+def make_norm(config: TransformerConfig, dtype: torch.dtype | str = "float32") -> LayerNorm | RMSNorm:
+    """Return an ``RMSNorm`` if ``config.layer_norm_kind`` is ``rms``, and a ``LayerNorm`` otherwise."""
+    return RMSNorm(config, dtype) if config.layer_norm_kind == "rms" else LayerNorm(config, dtype)

@@ -26,13 +26,15 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.parallel_plan import AXES, Plan, Shard, spread, tensor_axis
 from transformer_spec.shapes import Float, Int
 from transformer_torch.attention import MultiHeadAttention
-from transformer_torch.feed_forward import PositionwiseFeedForward
+from transformer_torch.feed_forward import GatedFeedForward, PositionwiseFeedForward
 from transformer_torch.layers import Dropout, OwnDropout
 from transformer_torch.runtime import to_device
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import copy_out, is_divided, local_part, parameters
 
 JOINING = timedelta(seconds=60)  # maximum time to wait for the other processes to start
+# For each block with a dropout layer whose input ``tensor`` divides, the axis along which the input is divided.
+DIVIDED_AXES: dict[type, int] = {MultiHeadAttention: 1, PositionwiseFeedForward: 2, GatedFeedForward: 2}
 HOW = "start one process per device, for example with torchrun --nproc-per-node"
 
 
@@ -232,7 +234,7 @@ def _own_dropouts(model, plan, part):
     for module in [*model.modules()]:
         for name, layer in [*module.named_children()]:
             if isinstance(layer, Dropout):
-                axis = {MultiHeadAttention: 1, PositionwiseFeedForward: 2}.get(type(module))
+                axis = DIVIDED_AXES.get(type(module))
                 found.append(OwnDropout(layer.p, axis, plan.tensor, part))
                 setattr(module, name, found[-1])
     return found

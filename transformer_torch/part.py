@@ -16,10 +16,10 @@ from transformer_spec.checks import check_given, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_torch.decoder import DecoderStack
-from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_torch.embedding import POSITIONS, OutputProjection, TokenEmbedding
 from transformer_torch.encoder import EncoderStack
 from transformer_torch.fast import accelerate
-from transformer_torch.layers import Dropout, LayerNorm, initialize
+from transformer_torch.layers import Dropout, initialize, make_norm
 from transformer_torch.masks import padding_mask, target_padding_mask
 from transformer_torch.runtime import set_precision, to_device, to_dtype, to_ids, to_mask, to_memory
 from transformer_torch.weights import check_tie, get_weights, set_weights
@@ -54,23 +54,24 @@ class Part(nn.Module):
     ) -> None:
         super().__init__()
         check_type("config", config, TransformerConfig)
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied, dtype = config.tie_embeddings == "all", to_dtype(dtype)
+        position, shared = POSITIONS[config.position_encoding], config.shares_embedding
+        dtype = to_dtype(dtype)
         self.config, self.fast = config, fast
         with nullcontext() if device is None else to_device(device):
-            if self.part != "decoder" or tied:
+            if self.part != "decoder" or shared:
                 self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
             if self.part != "decoder":
                 self.source_position = position(config, dtype)
-                self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+                self.source_embedding_norm = make_norm(config, dtype) if config.embedding_norm else None
                 self.encoder = EncoderStack(config, dtype)
             if self.part != "encoder":
-                if not tied:
+                if not shared:
                     own = TokenEmbedding(config.target_vocab_size, config, dtype)
                     self.target_embedding = own  # type: ignore[misc]
                 self.target_position = position(config, dtype)
-                self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+                self.target_embedding_norm = make_norm(config, dtype) if config.embedding_norm else None
                 self.decoder = DecoderStack(config, dtype)
+                self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0
                 self.output_proj = OutputProjection(config, self.target_embedding, dtype)
             self.dropout = Dropout(config.dropout.embedding)
             self.register_state_dict_pre_hook(check_tie)
@@ -81,7 +82,7 @@ class Part(nn.Module):
     def target_embedding(self) -> Any:
         """Embedding of the target tokens.
 
-        If all embeddings are tied, this is ``source_embedding``, which is registered only once.
+        If both embeddings are tied, this is ``source_embedding``, which is registered only once.
         """
         own = self._modules.get("target_embedding")
         return self.source_embedding if own is None else own

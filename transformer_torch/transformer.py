@@ -15,7 +15,7 @@ from transformer_spec.checks import check_capacity, check_integer, check_next_id
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
-from transformer_torch.embedding import LearnedPosition, SinusoidalPosition
+from transformer_torch.embedding import POSITIONS
 from transformer_torch.fast import check_addition
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
@@ -149,6 +149,7 @@ class Decoder(Part):
         self_mask = causal_mask(x.shape[1], x.device) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        x = self.output_multiplier * x
         return tap("logits", self.output_proj(x))
 
     @torch.no_grad()
@@ -182,7 +183,7 @@ class Decoder(Part):
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
         position = getattr(self.target_position, "_orig_mod", self.target_position)  # unwrap torch.compile
-        if not isinstance(position, SinusoidalPosition | LearnedPosition):
+        if not isinstance(position, tuple(POSITIONS.values())):
             raise ValueError(
                 f"target_position must be a module that adds one vector per position: got {type(position).__name__}"
             )
@@ -227,6 +228,7 @@ class Decoder(Part):
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(self.dropout(tap("target_embedding.output", x)), cache, within(tap, "decoder"))
+        x = self.output_multiplier * x
         logits = tap("logits", self.output_proj(x))
         return (logits[:, 0] if is_one else logits), cache
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 from transformer_torch.embedding import LearnedPosition, TiedProjection, TokenEmbedding
-from transformer_torch.layers import LayerNorm
+from transformer_torch.layers import LayerNorm, RMSNorm
+from transformer_torch.relative_position import RelativePositionBias
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "weight"}
 REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before you quantize"
-OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProjection)
+OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, RelativePositionBias, LayerNorm, RMSNorm, TiedProjection)
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
