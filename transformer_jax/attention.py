@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.layers import Dropout, Linear, masked_softmax
-from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -28,6 +28,7 @@ def scaled_dot_product_attention(
     mask: Bool[Array, "#B #H #L #M"] | None = None,
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
+    bias: Float[Array, "#B #H #L #M"] | None = None,
 ) -> Float[Array, "B H L d_v"]:
     """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
@@ -42,6 +43,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -51,7 +53,7 @@ def scaled_dot_product_attention(
         ValueError: If the shapes of the arguments don't match.
 
     Taps:
-        scores: Scaled scores, before the mask.
+        scores: Scaled scores plus bias, before the mask.
         weights: Attention weights, before dropout.
         context: Weighted averages of the values.
     """
@@ -62,7 +64,11 @@ def scaled_dot_product_attention(
     # if a row has no allowed key, and requires d_k == d_v. Its cuDNN kernel supports only float16 and bfloat16. Under
     # jit, XLA compiles these lines together.
     d_k = query.shape[-1]
-    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
+    scores = query @ key.mT / math.sqrt(d_k)  # [B, H, L, M]
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
+        scores = scores + bias
+    scores = tap("scores", scores)
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
@@ -168,6 +174,7 @@ class MultiHeadAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.num_heads = config.num_heads
+        self.scale_scores = config.scale_scores
         bias = config.attention_bias
         self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype, rngs=rngs)
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype, rngs=rngs)
@@ -183,6 +190,7 @@ class MultiHeadAttention(nnx.Module):
         mask: Bool[Array, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        bias: Float[Array, "#N #H #L #K"] | None = None,
     ) -> Float[Array, "B L d_model"]:
         """Attend from each query position to the memory positions, and return one vector per query position.
 
@@ -196,6 +204,7 @@ class MultiHeadAttention(nnx.Module):
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
         """
         shape = query.shape
         if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory
@@ -209,8 +218,10 @@ class MultiHeadAttention(nnx.Module):
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
+        if not self.scale_scores:
+            q = q * math.sqrt(q.shape[-1])  # cancels the division in equation (1)
         dropout = self.dropout if self.dropout.rate and not self.dropout.deterministic else None
-        context = self.attend(q, k, v, mask, dropout, tap)
+        context = self.attend(q, k, v, mask, dropout, tap, bias)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[Array, "B M d_model"]) -> KeyValues:

@@ -13,8 +13,9 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.attention import KeyValueCache, KeyValues, MultiHeadAttention
-from transformer_jax.feed_forward import PositionwiseFeedForward
-from transformer_jax.layers import Dropout, LayerNorm
+from transformer_jax.feed_forward import make_feed_forward
+from transformer_jax.layers import Dropout, make_norm
+from transformer_jax.relative_position import RelativePositionBias
 from transformer_jax.runtime import to_rows
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
@@ -46,11 +47,11 @@ class DecoderLayer(nnx.Module):
         config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype, rngs=rngs) if with_self_attention else None
-        self.self_attention_norm = LayerNorm(config, dtype, rngs=rngs) if with_self_attention else None
+        self.self_attention_norm = make_norm(config, dtype, rngs=rngs) if with_self_attention else None
         self.cross_attention = MultiHeadAttention(config, dtype, rngs=rngs)
-        self.cross_attention_norm = LayerNorm(config, dtype, rngs=rngs)
-        self.feed_forward = PositionwiseFeedForward(config, dtype, rngs=rngs)
-        self.feed_forward_norm = LayerNorm(config, dtype, rngs=rngs)
+        self.cross_attention_norm = make_norm(config, dtype, rngs=rngs)
+        self.feed_forward = make_feed_forward(config, dtype, rngs=rngs)
+        self.feed_forward_norm = make_norm(config, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.residual, rngs=rngs)
 
     def __call__(
@@ -61,6 +62,7 @@ class DecoderLayer(nnx.Module):
         cross_mask: Bool[Array, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        bias: Float[Array, "1 H T M"] | None = None,
     ) -> Float[Array, "B T d_model"]:
         """Return the output of the layer for each target position.
 
@@ -75,10 +77,11 @@ class DecoderLayer(nnx.Module):
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
+            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
-                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past)
+                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past, bias)
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -87,7 +90,8 @@ class DecoderLayer(nnx.Module):
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), past)
+                attention_tap = within(tap, "self_attention")
+                attended = self.self_attention(normed, normed, self_mask, attention_tap, past, bias)
                 x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention")))
@@ -152,16 +156,22 @@ class DecoderStack(nnx.Module):
         rngs: Flax random state for the initial values and dropout.
 
     Taps:
+        relative_bias.output: Relative position bias, if ``config.position_encoding`` is ``relative``.
         layers.{i}: Prefix of the taps of layer i.
-        output: Output of the stack.
+        output: Output of the stack, before dropout.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        is_relative = config.position_encoding == "relative"
+        self.relative_bias = (
+            RelativePositionBias(config.in_decoder, dtype, bidirectional=False, rngs=rngs) if is_relative else None
+        )
         self.layers = nnx.List(
             DecoderLayer(config, dtype, config.has_self_attention(i), rngs=rngs)
             for i in range(config.num_decoder_layers)
         )
-        self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
+        self.final_norm = make_norm(config, dtype, rngs=rngs) if config.final_norm else None
+        self.dropout = Dropout(config.dropout.final, rngs=rngs)
         self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def __call__(
@@ -184,14 +194,16 @@ class DecoderStack(nnx.Module):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
+        bias, masks = self._bias(jnp.arange(x.shape[1]), x.shape[1], tap), (self_mask, cross_mask)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, memory, self_mask, cross_mask)
+                recomputed = nnx.remat(lambda layer, *inputs, bias: layer(*inputs, bias=bias))
+                x = recomputed(layer, x, memory, *masks, bias=bias)
             else:
-                x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+                x = layer(x, memory, *masks, within(tap, f"layers.{i}"), bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x))
 
     def init_cache(
         self,
@@ -232,10 +244,17 @@ class DecoderStack(nnx.Module):
         if x.shape[1] > 1:  # within one step, no position may attend to a later one
             last = cache.length + jnp.arange(x.shape[1])[:, None]
             mask = mask & (jnp.arange(mask.shape[3]) <= last)
+        bias = self._bias(cache.length + jnp.arange(x.shape[1]), mask.shape[3], tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
+            x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past, bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)
+
+    def _bias(self, queries, keys, tap):
+        """Return the relative position bias of the queries and the first keys, or None if the model has no bias."""
+        if self.relative_bias is None:
+            return None
+        return tap("relative_bias.output", self.relative_bias(jnp.arange(keys) - queries[:, None]))  # [1, H, L, M]

@@ -134,13 +134,37 @@ class LearnedPosition(nnx.Embed):
         return self.embedding[self.offset : self.offset + length]
 
 
+class NoPosition(nnx.Module):
+    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+
+    Args:
+        config: Model configuration, which defines the size of the vectors.
+        dtype: Not used, because the layer has no parameters.
+        rngs: Not used, because the layer has no parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        self.d_model = config.d_model
+
+    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:
+        """Return ``x``."""
+        return x
+
+    def vectors(self, length: int) -> Float[np.ndarray, "L d_model"]:
+        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        return np.zeros((length, self.d_model))
+
+
+POSITIONS = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
+
+
 def OutputProjection(  # noqa: N802  the name of a layer
     config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
 ) -> nnx.Linear | TiedProjection:
     """Return a layer that maps each decoder state to one logit per token of the target vocabulary (section 3.4).
 
-    If ``config.tie_embeddings`` is ``none``, the layer is an ``nnx.Linear``. Otherwise, it is a ``TiedProjection``,
-    which uses the transposed embedding matrix.
+    If ``config.ties_output`` is True, the layer is a ``TiedProjection``, which uses the transposed embedding matrix.
+    Otherwise, it is an ``nnx.Linear``.
 
     Args:
         config: Model configuration.
@@ -148,9 +172,9 @@ def OutputProjection(  # noqa: N802  the name of a layer
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values.
     """
-    if config.tie_embeddings == "none":
-        return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype, rngs=rngs)
-    return TiedProjection(embedding, config.output_bias, dtype)
+    if config.ties_output:
+        return TiedProjection(embedding, config.output_bias, dtype)
+    return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype, rngs=rngs)
 
 
 class TiedProjection(nnx.Module):

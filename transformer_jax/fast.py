@@ -19,7 +19,7 @@ from jax import Array
 
 from transformer_jax.attention import MultiHeadAttention, scaled_dot_product_attention
 from transformer_jax.embedding import TiedProjection
-from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
@@ -80,6 +80,7 @@ def attend_by_blocks(
     mask: Bool[Array, "#B #H #L #M"] | None = None,
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
+    bias: Float[Array, "#B #H #L #M"] | None = None,
 ) -> Float[Array, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
@@ -87,33 +88,37 @@ def attend_by_blocks(
     blocks, because taps and dropout require the full array of attention weights.
     """
     if tap is not no_tap or dropout is not None or query.shape[2] <= QUERY_BLOCK:
-        return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
+        return scaled_dot_product_attention(query, key, value, mask, dropout, tap, bias)
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    if bias is not None:
+        check_attention_bias(bias.shape, query.shape, key.shape)
     # The platform is known only at compile time, because jax.export can choose it. A GPU computes all blocks in
     # parallel.
-    return jax.lax.platform_dependent(
-        query, key, value, mask, cpu=_attend_in_blocks, default=scaled_dot_product_attention
-    )
+    return jax.lax.platform_dependent(query, key, value, mask, bias, cpu=_attend_in_blocks, default=_attend_at_once)
 
 
-def _attend_in_blocks(query, key, value, mask):
+def _attend_at_once(query, key, value, mask, bias):
+    return scaled_dot_product_attention(query, key, value, mask, bias=bias)
+
+
+def _attend_in_blocks(query, key, value, mask, bias):
     """Compute attention for one head and one block of queries at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = query.shape
     blocks = -(-length // QUERY_BLOCK)
     padding = (0, 0), (0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0)
-    if mask is not None and mask.shape[2] > 1:
-        mask = jnp.pad(mask, padding)
+    mask, bias = (x if x is None or x.shape[2] == 1 else jnp.pad(x, padding) for x in (mask, bias))
 
     @partial(jax.checkpoint, prevent_cse=False)
     def attend(b, h, i, block, key, value):
-        allowed = None
-        if mask is not None:  # if the mask broadcasts along an axis, the slice starts at 0
-            sizes = 1, 1, min(QUERY_BLOCK, mask.shape[2]), mask.shape[3]
-            allowed = jax.lax.dynamic_slice(mask, (b, h, i * QUERY_BLOCK, 0), sizes)
+        def part(x):  # if a mask or a bias broadcasts along an axis, the slice starts at 0
+            sizes = 1, 1, min(QUERY_BLOCK, x.shape[2]), x.shape[3]
+            return jax.lax.dynamic_slice(x, (b, h, i * QUERY_BLOCK, 0), sizes)
+
+        allowed, added = (None if x is None else part(x) for x in (mask, bias))
         query, key, value = (x[None, None] for x in (block, key, value))
-        return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
+        return scaled_dot_product_attention(query, key, value, allowed, bias=added)[0, 0]
 
     def each(function, *arrays):
         return jax.lax.map(lambda inputs: function(*inputs), (jnp.arange(len(arrays[0])), *arrays))

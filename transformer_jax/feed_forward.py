@@ -46,3 +46,34 @@ class PositionwiseFeedForward(nnx.Module):
         """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
+
+
+class GatedFeedForward(PositionwiseFeedForward):
+    """Feed-forward network with a gate: ``FFN(x) = (activation(x W_gate) * (x W_inner)) W_output`` (Shazeer, 2020).
+
+    Args:
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Flax random state for the initial values and dropout.
+
+    Taps:
+        gate: Output of the activation.
+        inner: Gate times the output of ``inner_proj``, before dropout.
+        output: Output of the network.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype, rngs=rngs)
+        bias = config.feed_forward_bias
+        self.gate_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L d_model"], tap: Tap = no_tap) -> Float[Array, "B L d_model"]:
+        """Return the output of the network for each position. The arguments are the same as in the base class."""
+        gate = tap("gate", ACTIVATIONS[self.activation](self.gate_proj(x)))  # [B, L, d_ff]
+        inner = tap("inner", gate * self.inner_proj(x))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner)))
+
+
+def make_feed_forward(config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> PositionwiseFeedForward:
+    """Return a ``GatedFeedForward`` if ``config.gated_feed_forward``, and a ``PositionwiseFeedForward`` otherwise."""
+    return (GatedFeedForward if config.gated_feed_forward else PositionwiseFeedForward)(config, dtype, rngs=rngs)

@@ -13,7 +13,7 @@ from jax import Array
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "RMSNorm", "make_norm", "masked_softmax"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -86,3 +86,21 @@ class LayerNorm(nnx.LayerNorm):
         centered = wide - wide.mean(-1, keepdims=True)
         normed = centered / (wide.std(-1, ddof=1, keepdims=True) + self.epsilon)
         return normed.astype(x.dtype) * self.scale[...] + self.bias[...]  # type: ignore[index]
+
+
+class RMSNorm(nnx.RMSNorm):
+    """Root mean square normalization over the last axis, followed by a learned scale (Zhang and Sennrich, 2019).
+
+    Args:
+        config: Model configuration, which defines the size and the epsilon.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Flax random state, which the base class requires.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.d_model, epsilon=config.layer_norm_epsilon, param_dtype=dtype, rngs=rngs)
+
+
+def make_norm(config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+    """Return an ``RMSNorm`` if ``config.layer_norm_kind`` is ``rms``, and a ``LayerNorm`` otherwise."""
+    return (RMSNorm if config.layer_norm_kind == "rms" else LayerNorm)(config, dtype, rngs=rngs)

@@ -13,10 +13,10 @@ from jax import Array
 from numpy import ndarray
 
 from transformer_jax.decoder import DecoderStack
-from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_jax.embedding import POSITIONS, OutputProjection, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
 from transformer_jax.fast import accelerate, same_keys
-from transformer_jax.layers import Dropout, LayerNorm
+from transformer_jax.layers import Dropout, make_norm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import (
     PRECISIONS,
@@ -59,23 +59,23 @@ class Part(nnx.Module):
         check_type("config", config, TransformerConfig)
         dtype, rngs = to_dtype(dtype), to_rngs(rngs)
         check_float64(dtype)
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
+        position, shared = POSITIONS[config.position_encoding], config.shares_embedding
         self.config = config
         self.precision: str | None = None  # precision of matmuls; if None, the process's setting is used
-        if self.part != "decoder" or tied:
+        if self.part != "decoder" or shared:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":
             self.source_position = position(config, dtype, rngs=rngs)
-            self.source_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
+            self.source_embedding_norm = make_norm(config, dtype, rngs=rngs) if config.embedding_norm else None
             self.encoder = EncoderStack(config, dtype, rngs=rngs)
         if self.part != "encoder":
             self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype, rngs=rngs)
+                self.source_embedding if shared else TokenEmbedding(config.target_vocab_size, config, dtype, rngs=rngs)
             )
             self.target_position = position(config, dtype, rngs=rngs)
-            self.target_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
+            self.target_embedding_norm = make_norm(config, dtype, rngs=rngs) if config.embedding_norm else None
             self.decoder = DecoderStack(config, dtype, rngs=rngs)
+            self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0
             self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
         self.fast = fast

@@ -15,14 +15,18 @@ from numpy import ndarray
 
 from transformer_jax.embedding import LearnedPosition, TiedProjection, TokenEmbedding
 from transformer_jax.fast import FAST
-from transformer_jax.layers import LayerNorm
+from transformer_jax.layers import LayerNorm, RMSNorm
+from transformer_jax.relative_position import RelativePositionBias
 from transformer_jax.runtime import check_float64, to_numpy
 from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
 # Types of variables that may remain in an exported model, because the forward pass doesn't depend on them.
 NOT_WEIGHTS = (nnx.RngState, nnx.Intermediate, nnx.Cache, nnx.metrics.MetricState)
-OWN_LAYERS = {layer.__call__ for layer in (*FAST, *FAST.values(), LayerNorm, TokenEmbedding, LearnedPosition)}
+OWN_LAYERS = {
+    layer.__call__
+    for layer in (*FAST, *FAST.values(), LayerNorm, RMSNorm, TokenEmbedding, LearnedPosition, RelativePositionBias)
+}
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
@@ -176,8 +180,8 @@ def _check_adapter(path, layer, allowed):
 
 def _check_tie(model):
     """Raise a ValueError if the config ties the output projection, but the projection has a different matrix."""
-    is_tied = model.part != "encoder" and model.config.tie_embeddings != "none"
-    owner = "source_embedding" if model.config.tie_embeddings == "all" else "target_embedding"
+    is_tied = model.part != "encoder" and model.config.ties_output
+    owner = "source_embedding" if model.config.shares_embedding else "target_embedding"
     matrix = getattr(getattr(find(model, "output_proj"), "embedding", None), "embedding", None) if is_tied else None
     if is_tied and matrix is not find(model, owner).embedding:
         raise ValueError(
