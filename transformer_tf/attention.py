@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -29,6 +29,7 @@ def scaled_dot_product_attention(
     mask: Bool[Tensor, "#B #H #L #M"] | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
+    bias: Float[Tensor, "#B #H #L #M"] | None = None,
 ) -> Float[Tensor, "B H L d_v"]:
     """Return a weighted average of the values for each query. The weights depend on the similarity of query and key.
 
@@ -43,6 +44,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -52,7 +54,7 @@ def scaled_dot_product_attention(
         ValueError: If the shapes of the arguments don't match.
 
     Taps:
-        scores: Scaled scores, before the mask.
+        scores: Scaled scores plus bias, before the mask.
         weights: Attention weights, before dropout.
         context: Weighted averages of the values.
     """
@@ -62,7 +64,11 @@ def scaled_dot_product_attention(
     # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32, even in a float64 model. If a query has no
     # allowed key, this Keras function averages over the forbidden keys.
     d_k = query.shape[-1]
-    scores = tap("scores", tf.matmul(query, key, transpose_b=True) / math.sqrt(d_k))  # [B, H, L, M]
+    scores = tf.matmul(query, key, transpose_b=True) / math.sqrt(d_k)  # [B, H, L, M]
+    if bias is not None:
+        check_attention_bias(tuple(bias.shape), tuple(query.shape), tuple(key.shape))
+        scores = scores + bias
+    scores = tap("scores", scores)
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
@@ -182,6 +188,7 @@ class MultiHeadAttention(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.num_heads = config.num_heads
+        self.scale_scores = config.scale_scores
         bias = config.attention_bias
         d_k, d_v = config.num_heads * config.d_k, config.num_heads * config.d_v  # total width of all heads
         with keras.name_scope(self.name):
@@ -200,6 +207,7 @@ class MultiHeadAttention(Block):
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
         training: bool | None = None,
+        bias: Float[Tensor, "#N #H #L #K"] | None = None,
     ) -> Float[Tensor, "B L d_model"]:
         """Attend from each query position to the memory positions, and return one vector per query position.
 
@@ -214,6 +222,7 @@ class MultiHeadAttention(Block):
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
             training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
         """
         mask = attention_mask_for(memory, attention_mask)
         shape = tf.shape(query)
@@ -228,8 +237,10 @@ class MultiHeadAttention(Block):
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
+        if not self.scale_scores:
+            q = q * math.sqrt(q.shape[-1])  # cancels the division in equation (1)
         dropout = self.dropout if training and self.dropout.rate else None
-        context = self.attend(q, k, v, mask, dropout, tap)
+        context = self.attend(q, k, v, mask, dropout, tap, bias)
         return tap("output", tf.reshape(self.output_proj(merge_heads(context)), shape))
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

@@ -196,8 +196,8 @@ class Block(Configured, keras.layers.Layer):
         layers = {f"layers.{i}": layer for i, layer in enumerate(getattr(self, "layers", ()))}
         return {**super()._trackable_children(*args, **options), **layers}
 
-    def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
-        """Call the layer, store only its inputs, and recompute the layer in the backward pass.
+    def recomputed(self, *inputs: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        """Call the layer, store only its inputs and the bias, and recompute the layer in the backward pass.
 
         Pass the training mode and all masks as options. During the recomputation, the mode of the outer call isn't
         available, and ``tf.recompute_grad`` supports only floating-point inputs.
@@ -209,13 +209,14 @@ class Block(Configured, keras.layers.Layer):
         seeds = [state.value for state in states]
         later: list[Any] = []
 
-        def call(*inputs: Tensor) -> Tensor:
+        def call(*given: Tensor) -> Tensor:
             with seeded(self, seeds) as scope:
-                outputs = self(*inputs, **options)
+                added = None if bias is None else given[-1]  # tf.recompute_grad differentiates only its arguments
+                outputs = self(*given[: len(inputs)], bias=added, **options)
             later[:] = map(scope.get_current_value, states)
             return outputs
 
-        outputs = tf.recompute_grad(call)(*inputs)
+        outputs = tf.recompute_grad(call)(*inputs, *([] if bias is None else [bias]))
         for state, seed in zip(states, later, strict=True):
             state.assign(seed)
         return outputs

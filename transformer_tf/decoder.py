@@ -17,8 +17,9 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention, Nested
 from transformer_tf.block import Block, attention_mask_for
-from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Dropout, LayerNorm
+from transformer_tf.feed_forward import make_feed_forward
+from transformer_tf.layers import Dropout, make_norm
+from transformer_tf.relative_position import RelativePositionBias
 
 
 class DecoderLayer(Block):
@@ -50,11 +51,11 @@ class DecoderLayer(Block):
         with keras.name_scope(self.name):
             if with_self_attention:
                 self.self_attention = MultiHeadAttention(config, dtype=dtype, name="self_attention")
-                self.self_attention_norm = LayerNorm(config, dtype=dtype, name="self_attention_norm")
+                self.self_attention_norm = make_norm(config, dtype=dtype, name="self_attention_norm")
             self.cross_attention = MultiHeadAttention(config, dtype=dtype, name="cross_attention")
-            self.cross_attention_norm = LayerNorm(config, dtype=dtype, name="cross_attention_norm")
-            self.feed_forward = PositionwiseFeedForward(config, dtype=dtype, name="feed_forward")
-            self.feed_forward_norm = LayerNorm(config, dtype=dtype, name="feed_forward_norm")
+            self.cross_attention_norm = make_norm(config, dtype=dtype, name="cross_attention_norm")
+            self.feed_forward = make_feed_forward(config, dtype=dtype, name="feed_forward")
+            self.feed_forward_norm = make_norm(config, dtype=dtype, name="feed_forward_norm")
         self.dropout = Dropout(config.dropout.residual, dtype=dtype, name="dropout")
 
     def call(
@@ -65,6 +66,7 @@ class DecoderLayer(Block):
         cross_mask: Bool[Tensor, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        bias: Float[Tensor, "1 H T M"] | None = None,
     ) -> Float[Tensor, "B T d_model"]:
         """Return the output of the layer for each target position.
 
@@ -79,10 +81,12 @@ class DecoderLayer(Block):
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
+            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
-                attended = self.self_attention(x, x, self_mask, tap=within(tap, "self_attention"), past=past)
+                attention_tap = within(tap, "self_attention")
+                attended = self.self_attention(x, x, self_mask, tap=attention_tap, past=past, bias=bias)
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, tap=within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -91,7 +95,8 @@ class DecoderLayer(Block):
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attended = self.self_attention(normed, normed, self_mask, tap=within(tap, "self_attention"), past=past)
+                attention_tap = within(tap, "self_attention")
+                attended = self.self_attention(normed, normed, self_mask, tap=attention_tap, past=past, bias=bias)
                 x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=within(tap, "cross_attention")))
@@ -150,18 +155,24 @@ class DecoderStack(Block):
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
+        relative_bias.output: Relative position bias, if ``config.position_encoding`` is ``relative``.
         layers.{i}: Prefix of the taps of layer i.
-        output: Output of the stack.
+        output: Output of the stack, before dropout.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
+        self.relative_bias = None
         with keras.name_scope(self.name):
+            if config.position_encoding == "relative":
+                sizes = config.in_decoder
+                self.relative_bias = RelativePositionBias(sizes, dtype, bidirectional=False, name="relative_bias")
             self.layers = [
                 DecoderLayer(config, dtype, config.has_self_attention(i), name=f"layer_{i}")
                 for i in range(config.num_decoder_layers)
             ]
-            self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
+            self.final_norm = make_norm(config, dtype, name="final_norm") if config.final_norm else None
+        self.dropout = Dropout(config.dropout.final, dtype=dtype, name="dropout")
         self.activation_checkpointing = False  # a Trainer can set this to True during a step, to save memory
 
     def call(
@@ -187,14 +198,16 @@ class DecoderStack(Block):
             training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
         """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
+        masks = {"self_mask": self_mask, "cross_mask": cross_mask}
+        bias = self._bias(tf.range(tf.shape(x)[1]), tf.shape(x)[1], tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = layer.recomputed(x, memory, self_mask=self_mask, cross_mask=cross_mask, training=training)
+                x = layer.recomputed(x, memory, bias=bias, **masks, training=training)
             else:
-                x = layer(x, memory, self_mask, cross_mask, tap=within(tap, f"layers.{i}"))
+                x = layer(x, memory, **masks, tap=within(tap, f"layers.{i}"), bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x))
 
     def init_cache(
         self,
@@ -235,10 +248,17 @@ class DecoderStack(Block):
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
+        bias = self._bias(cache.length + tf.range(tf.shape(x)[1]), tf.shape(mask)[3], tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
+            x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past, bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)
+
+    def _bias(self, queries, keys, tap):
+        """Return the relative position bias of the queries and the first keys, or None if the model has no bias."""
+        if self.relative_bias is None:
+            return None
+        return tap("relative_bias.output", self.relative_bias(tf.range(keys) - queries[:, None]))  # [1, H, L, M]

@@ -67,7 +67,7 @@ class TokenEmbedding(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.table = keras.layers.ReversibleEmbedding(
-            vocab_size, config.d_model, reverse_dtype=self.compute_dtype, **_table(self, config)
+            vocab_size, config.d_model, reverse_dtype=self.compute_dtype, **table_options(self, config)
         )
         self.table.build()
 
@@ -122,7 +122,7 @@ class LearnedPosition(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.offset = config.position_offset
-        self.table = keras.layers.Embedding(config.max_length, config.d_model, **_table(self, config))
+        self.table = keras.layers.Embedding(config.max_length, config.d_model, **table_options(self, config))
         self.table.build()
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
@@ -140,10 +140,35 @@ class LearnedPosition(Block):
         return self.table(tf.range(self.offset, self.offset + length))
 
 
+class NoPosition(Block):
+    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+
+    Args:
+        config: Model configuration, which defines the size of the vectors.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
+        super().__init__(dtype=dtype, **kwargs)
+        self.d_model = config.d_model
+
+    def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
+        """Return ``x``."""
+        return x
+
+    def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
+        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        return tf.zeros([length, self.d_model], self.compute_dtype)
+
+
+POSITIONS = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
+
+
 class OutputProjection(Block):
     """Output projection: maps each decoder state to one logit per token of the target vocabulary (section 3.4).
 
-    If ``config.tie_embeddings`` is not ``none``, the projection uses the transposed embedding matrix.
+    If ``config.ties_output`` is True, the projection uses the transposed embedding matrix.
 
     Args:
         config: Model configuration.
@@ -156,7 +181,7 @@ class OutputProjection(Block):
         self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        size, tied = config.target_vocab_size, config.tie_embeddings != "none"
+        size, tied = config.target_vocab_size, config.ties_output
         # Store the layer instead of its matrix, so that Keras saves the matrix only once.
         self.embedding = embedding if tied else None
         self.linear: Any = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
@@ -172,7 +197,7 @@ class OutputProjection(Block):
         return logits if self.bias is None else logits + self.bias
 
 
-def _table(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
+def table_options(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
     """Return the constructor arguments of an embedding matrix with normally distributed initial values."""
     normal = initial(keras.initializers.RandomNormal(stddev=config.d_model**-0.5))
     return {"embeddings_initializer": normal, "dtype": layer.dtype_policy, "name": layer.name}

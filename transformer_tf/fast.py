@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.checks import check_attention, check_attention_bias, check_attention_mask
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_tf.attention import MultiHeadAttention, scaled_dot_product_attention
@@ -38,6 +38,7 @@ def attend_by_blocks(
     mask: Bool[Tensor, "#B #H #L #M"] | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
+    bias: Float[Tensor, "#B #H #L #M"] | None = None,
 ) -> Float[Tensor, "B H L d_v"]:
     """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
@@ -47,35 +48,41 @@ def attend_by_blocks(
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
+    if bias is not None:
+        check_attention_bias(tuple(bias.shape), tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
     # A GPU is faster if it processes all heads at once.
     if tap is no_tap and dropout is None and is_long and not tf.config.list_physical_devices("GPU"):
-        return _attend_in_blocks(query, key, value, mask)
-    return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
+        return _attend_in_blocks(query, key, value, mask, bias)
+    return scaled_dot_product_attention(query, key, value, mask, dropout, tap, bias)
 
 
-def _attend_in_blocks(query, key, value, mask):
+def _attend_in_blocks(query, key, value, mask, bias):
     """Compute attention for one head and one block of queries at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
-    if mask is not None and mask.shape[2] is None:  # the size is unknown during tracing and may be 1
-        mask = tf.broadcast_to(mask, [*tf.unstack(tf.shape(mask)[:2]), length, tf.shape(mask)[3]])
-    if mask is not None and mask.shape[2] > 1:
-        mask = tf.pad(mask, padding)
+
+    def padded(x):
+        if x is not None and x.shape[2] is None:  # the size is unknown during tracing and may be 1
+            x = tf.broadcast_to(x, [*tf.unstack(tf.shape(x)[:2]), length, tf.shape(x)[3]])
+        return x if x is None or x.shape[2] == 1 else tf.pad(x, padding)
+
+    mask, bias = padded(mask), padded(bias)
 
     def attend(b, h, i, block, key, value):
-        allowed = None
-        if mask is not None:  # if the mask broadcasts along an axis, the slice starts at 0
-            start = tf.minimum(tf.stack([b, h, i * QUERY_BLOCK, 0]), tf.shape(mask) - 1)
-            allowed = tf.slice(mask, start, [1, 1, min(QUERY_BLOCK, mask.shape[2]), tf.shape(mask)[3]])
+        def part(x):  # if a mask or a bias broadcasts along an axis, the slice starts at 0
+            start = tf.minimum(tf.stack([b, h, i * QUERY_BLOCK, 0]), tf.shape(x) - 1)
+            return tf.slice(x, start, [1, 1, min(QUERY_BLOCK, x.shape[2]), tf.shape(x)[3]])
+
+        allowed = None if mask is None else part(mask)
 
         @tf.recompute_grad
-        def context(*inputs):
-            query, key, value = (x[None, None] for x in inputs)
-            return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
+        def context(query, key, value, added=None):
+            query, key, value = (x[None, None] for x in (query, key, value))
+            return scaled_dot_product_attention(query, key, value, allowed, bias=added)[0, 0]
 
-        return context(block, key, value)
+        return context(block, key, value, *([] if bias is None else [part(bias)]))
 
     def each(function, *arrays):
         numbered = (tf.range(tf.shape(arrays[0])[0]), *arrays)

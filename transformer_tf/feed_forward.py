@@ -53,3 +53,35 @@ class PositionwiseFeedForward(Block):
         """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
+
+
+class GatedFeedForward(PositionwiseFeedForward):
+    """Feed-forward network with a gate: ``FFN(x) = (activation(x W_gate) * (x W_inner)) W_output`` (Shazeer, 2020).
+
+    Args:
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+
+    Taps:
+        gate: Output of the activation.
+        inner: Gate times the output of ``inner_proj``, before dropout.
+        output: Output of the network.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
+        super().__init__(config, dtype, **kwargs)
+        bias = config.feed_forward_bias
+        with keras.name_scope(self.name):
+            self.gate_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype, name="gate")
+
+    def call(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
+        """Return the output of the network for each position. The arguments are the same as in the base class."""
+        gate = tap("gate", ACTIVATIONS[self.activation](self.gate_proj(x)))  # [B, L, d_ff]
+        inner = tap("inner", gate * self.inner_proj(x))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner)))
+
+
+def make_feed_forward(config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> PositionwiseFeedForward:
+    """Return a ``GatedFeedForward`` if ``config.gated_feed_forward``, and a ``PositionwiseFeedForward`` otherwise."""
+    return (GatedFeedForward if config.gated_feed_forward else PositionwiseFeedForward)(config, dtype, **kwargs)

@@ -16,7 +16,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 from transformer_tf.block import Configured, initial
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "RMSNorm", "make_norm", "masked_softmax"]
 
 
 def gelu(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
@@ -118,6 +118,32 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
         variance = tf.reduce_sum(tf.square(centered), -1, keepdims=True) / (x.shape[-1] - 1)
         normed = centered / (tf.sqrt(variance) + self.epsilon)
         return tf.cast(normed, x.dtype) * self.gamma + self.beta
+
+
+class RMSNorm(Configured, keras.layers.RMSNormalization):
+    """Root mean square normalization over the last axis, followed by a learned scale (Zhang and Sennrich, 2019).
+
+    Args:
+        config: Model configuration, which defines the size and the epsilon.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
+
+    _attributes: ClassVar[dict[str, str]] = {"epsilon": "layer_norm_epsilon"}
+
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
+        super().__init__(epsilon=config.layer_norm_epsilon, dtype=dtype, **kwargs)
+        self.build((None, config.d_model))
+
+    @property
+    def gamma(self) -> keras.Variable:
+        """The learned scale, by the name that Keras uses in ``LayerNormalization``."""
+        return self.scale
+
+
+def make_norm(config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> LayerNorm | RMSNorm:
+    """Return an ``RMSNorm`` if ``config.layer_norm_kind`` is ``rms``, and a ``LayerNorm`` otherwise."""
+    return (RMSNorm if config.layer_norm_kind == "rms" else LayerNorm)(config, dtype, **kwargs)
 
 
 class Dropout(Configured, keras.layers.Dropout):

@@ -17,10 +17,10 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
 from transformer_tf.decoder import DecoderStack
-from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_tf.embedding import POSITIONS, OutputProjection, TokenEmbedding
 from transformer_tf.encoder import EncoderStack
 from transformer_tf.fast import accelerate
-from transformer_tf.layers import Dropout, LayerNorm
+from transformer_tf.layers import Dropout, make_norm
 from transformer_tf.masks import padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,
@@ -73,12 +73,11 @@ class Part(Configured, keras.Model):
         self, config: TransformerConfig, dtype: str | None = None, *, fast: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
-        tied = config.tie_embeddings == "all"
+        position, shared = POSITIONS[config.position_encoding], config.shares_embedding
+        norm = make_norm if config.embedding_norm else lambda *_, **__: None
         self.config = config
         self.device: str | None = None  # device on which calls run; if None, the caller's scope is used
-        if self.part != "decoder" or tied:
+        if self.part != "decoder" or shared:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
             self.source_position = position(config, dtype, name="source_position")
@@ -87,12 +86,13 @@ class Part(Configured, keras.Model):
         if self.part != "encoder":
             self.target_embedding = (
                 self.source_embedding
-                if tied
+                if shared
                 else TokenEmbedding(config.target_vocab_size, config, dtype, name="target_embedding")
             )
             self.target_position = position(config, dtype, name="target_position")
             self.target_embedding_norm = norm(config, dtype, name="target_embedding_norm")
             self.decoder = DecoderStack(config, dtype, name="decoder")
+            self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0
             self.output_proj = OutputProjection(config, self.target_embedding, dtype, name="output_proj")
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype, name="dropout")
         self.built = True

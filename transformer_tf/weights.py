@@ -11,9 +11,10 @@ from numpy import ndarray
 
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 from transformer_tf.embedding import OutputProjection
-from transformer_tf.layers import LayerNorm
+from transformer_tf.layers import LayerNorm, RMSNorm
 
-COMPUTES = keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding, LayerNorm, OutputProjection
+_LAYERS = keras.layers
+COMPUTES = _LAYERS.Dense, _LAYERS.Embedding, _LAYERS.ReversibleEmbedding, LayerNorm, RMSNorm, OutputProjection
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:

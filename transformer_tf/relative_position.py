@@ -1,0 +1,79 @@
+"""The relative position bias of T5 (Raffel et al., 2020, section 2.1).
+
+Axes: H heads, L query length, M memory length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow import Tensor
+
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
+from transformer_tf.block import Block
+from transformer_tf.embedding import table_options
+
+
+def relative_position_bucket(
+    distance: Int[Tensor, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[Tensor, "L M"]:
+    """Return the bucket of each distance, computed in float64.
+
+    Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
+    the other buckets grows exponentially: distance n is in bucket
+    ``m + floor((num_buckets - m) log(n / m) / log(max_distance / m))``, or in the last bucket if this number is larger.
+
+    Args:
+        distance: Position of the key minus position of the query.
+        num_buckets: Number of buckets.
+        max_distance: Distance from which on all keys are in the last bucket.
+        bidirectional: If True, keys after the query have their own half of the buckets. If False, they are in the
+            bucket of distance 0, because a mask excludes them.
+    """
+    if bidirectional:
+        num_buckets //= 2
+        first, n = num_buckets * tf.cast(distance > 0, distance.dtype), tf.abs(distance)
+    else:
+        first, n = tf.zeros_like(distance), tf.maximum(-distance, 0)
+    m = num_buckets // 2
+    ratio = tf.cast(tf.maximum(n, m), tf.float64) / m
+    growth = tf.math.log(ratio) / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
+    far = tf.minimum(m + tf.cast(growth * (num_buckets - m), n.dtype), num_buckets - 1)
+    return first + tf.where(n < m, n, far)
+
+
+class RelativePositionBias(Block):
+    """Relative position bias: one learned number per head and bucket of distances, which is added to the scores.
+
+    All self-attention layers of a stack use the same bias.
+
+    Args:
+        config: Model configuration, which defines the number of heads and the buckets.
+        dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
+        bidirectional: Whether queries attend to keys after them, as in the encoder.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, dtype: str | None = None, *, bidirectional: bool, **kwargs: Any
+    ) -> None:
+        super().__init__(dtype=dtype, **kwargs)
+        self.max_distance = config.relative_max_distance
+        self.bidirectional = bidirectional
+        self.table = keras.layers.Embedding(config.relative_buckets, config.num_heads, **table_options(self, config))
+        self.table.build()
+
+    def call(self, distance: Int[Tensor, "L M"]) -> Float[Tensor, "1 H L M"]:
+        """Return the bias of each query and key.
+
+        Args:
+            distance: Position of the key minus position of the query.
+        """
+        bucket = relative_position_bucket(
+            distance, self.table.input_dim, self.max_distance, bidirectional=self.bidirectional
+        )
+        return tf.transpose(self.table(bucket), [2, 0, 1])[None]
