@@ -85,8 +85,8 @@ class GatedFeedForward(PositionwiseFeedForward):
     ) -> Float[ndarray, "B L d_model"]:
         """Return the output of the network for each position. The arguments are the same as in the base class."""
         gate = tap("gate", ACTIVATIONS[self.activation](self.gate_proj(x)))  # [B, L, d_ff]
-        inner = tap("inner", gate * self.inner_proj(x))  # [B, L, d_ff]
-        return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))
+        kept = self.dropout(tap("inner", gate * self.inner_proj(x)), rng, tap, "inner")  # [B, L, d_ff]
+        return tap("output", self.output_proj(kept))
 
     def gate_backward(
         self, x: Float[ndarray, "B L d_model"], dgate: Float[ndarray, "B L d_ff"]

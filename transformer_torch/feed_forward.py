@@ -72,8 +72,8 @@ class GatedFeedForward(PositionwiseFeedForward):
     def forward(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
         """Return the output of the network for each position. The arguments are the same as in the base class."""
         gate = tap("gate", ACTIVATIONS[self.activation](self.gate_proj(x)))  # [B, L, d_ff]
-        inner = tap("inner", gate * self.inner_proj(x))  # [B, L, d_ff]
-        return tap("output", self.output_proj(self.dropout(inner)))
+        kept = self.dropout(tap("inner", gate * self.inner_proj(x)))  # [B, L, d_ff]
+        return tap("output", self.output_proj(kept))
 
 
 def make_feed_forward(config: TransformerConfig, dtype: torch.dtype | str = "float32") -> PositionwiseFeedForward:

@@ -15,6 +15,7 @@ from transformer_parity.transformer.bugs import (
     reported_training,
     search,
     structure,
+    t5,
     training,
 )
 from transformer_parity.transformer.bugs.bug import Bug
@@ -32,7 +33,7 @@ def merged(*catalogs: Parts) -> Parts:
     return {name: [bug for catalog in catalogs for bug in catalog.get(name, [])] for name in names}
 
 
-FORWARD = merged(attention.CATALOG, layers.CATALOG, reported.CATALOG)
+FORWARD = {**merged(attention.CATALOG, layers.CATALOG, reported.CATALOG), "T5": t5.T5}
 STRUCTURE = merged(
     {
         "weights": structure.WEIGHTS,

@@ -309,11 +309,7 @@ ENTRIES: dict[str, Table] = {
                 instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
             ),
             "pre-norm residual adds the normalized input": but(
-                changed(
-                    "encoder",
-                    ("x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"),
-                    numpy=("x = x + self.dropout(attended", "x = normed + self.dropout(attended"),
-                ),
+                instead("encoder", "x = x + self.dropout(attended", "x = normed + self.dropout(attended"),
                 case="full/deeper_decoder",
             ),
         },

@@ -80,10 +80,11 @@ TINY = 3e-3  # factor that makes the variance of the input to the next norm comp
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return float32 weights for which every known bug changes the results.
 
-    Biases and scales are random. Query and key kernels are multiplied by 2 to sharpen attention. In a post-norm model,
-    two norms are scaled down: the norm after self-attention in the first encoder layer, and the norm after
-    cross-attention in the last decoder layer. In these two layers, the output of the feed-forward network is scaled
-    down as well. The variance of the next norm's input is then as small as the norm's epsilon.
+    Biases (including relative position biases) and scales are random. Query and key kernels are multiplied by 2 to
+    sharpen attention. In a post-norm model, two norms are scaled down: the norm after self-attention in the first
+    encoder layer, and the norm after cross-attention in the last decoder layer. In these two layers, the output of the
+    feed-forward network is scaled down as well. The variance of the next norm's input is then as small as the norm's
+    epsilon.
     """
     rng = np.random.default_rng([seed, 1])
     weights = init_weights(config, seed)
@@ -95,6 +96,8 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
             weights[name] = rng.normal(0.0, 0.2 if parent.endswith("norm") else 0.1, array.shape)
         elif kind == "kernel" and parent in ("query_proj", "key_proj"):
             weights[name] = 2.0 * array
+        elif parent == "relative_bias":
+            weights[name] = rng.normal(0.0, 0.5, array.shape)
     shrunk_at = ("encoder.layers.0.self_attention", f"decoder.layers.{config.num_decoder_layers - 1}.cross_attention")
     for block in shrunk_at if config.norm_order == "post" else ():
         layer = block.rpartition(".")[0]
@@ -136,13 +139,13 @@ LIKELIER = 0.45  # increase of the EOS logit, in nats
 def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return ``hard_weights`` with a higher probability of EOS, so that hypotheses of many lengths compete.
 
-    A multiple of the last norm's bias is added to the EOS row of the embedding matrix or, if the embeddings aren't
-    tied, to the EOS column of the output projection.
+    A multiple of the last norm's bias, if it has one, is added to the EOS row of the embedding matrix or, if the output
+    projection isn't tied, to the EOS column of the output projection.
     """
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
     table = {"all": "source_embedding.table", "target_output": "target_embedding.table"}.get(config.tie_embeddings)
-    if last:
+    if f"{last}.bias" in weights:
         bias = weights[f"{last}.bias"]
         rows = weights[table] if table else weights["output_proj.kernel"].T
         rows[config.eos_id] += np.float32(LIKELIER) * bias / (bias @ bias)

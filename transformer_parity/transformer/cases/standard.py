@@ -38,6 +38,7 @@ LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST equals m
 STEPWISE = 4  # number of positions that are decoded one at a time
 LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
 QUERIES = 300  # number of queries per head; all packages process fewer queries at a time
+FAR = 140  # largest distance of a query and a key, which is larger than the distances that T5 distinguishes
 CHANNELS = 260  # number of channels per head in an attention case; larger than the query blocks of all packages
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
@@ -131,6 +132,13 @@ def _components() -> Iterator[Case]:
     yield Case("feed_forward/gelu_tanh", "feed-forward", learned, "encoder.layers.1.feed_forward", {"x": x})
     yield Case("embedding/learned", "embedding", learned, "target_position", {"x": x})
 
+    t5 = tiny("t5_v1_1", relative_buckets=32, relative_max_distance=128)  # the buckets of all T5 models
+    yield Case("feed_forward/gated", "feed-forward", t5, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("layer_norm/rms", "layer norm", t5, "encoder.layers.1.self_attention_norm", {"x": rows[1:]})
+    distance = {"distance": np.arange(-FAR, FAR + 1)[None]}
+    for stack in ("encoder", "decoder"):
+        yield Case(f"relative_bias/{stack}", "relative bias", t5, f"{stack}.relative_bias", distance)
+
     marian = tiny("marian_cpp", position_offset=3)
     yield Case("feed_forward/swish", "feed-forward", marian, "encoder.layers.1.feed_forward", {"x": x})
     yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
@@ -152,6 +160,8 @@ def _many_queries(config: TransformerConfig) -> Iterator[Case]:
         }
         dtypes = ("float64", "float32") if rows > 1 else ("float64",)
         yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs, dtypes=dtypes)
+        biased = {**inputs, "bias": normal_floats("bias", 1, heads, rows, keys)}
+        yield Case(f"attention/{name}_with_bias", "attention", config, ATTENTION, biased, dtypes=("float64",))
 
 
 def _loss() -> Case:
@@ -253,8 +263,9 @@ def _gradients() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, activation="gelu")
     inputs = with_labels(token_ids(other), other)
     yield Case("gradients/other_decoder", "gradients", other, "", inputs, dtypes=("float64",), stage=GRADIENTS)
-    # The other models in Table 3 differ from the base model only in sizes and dropout rates. `--preset` compares them.
-    yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
+    # The other models in Table 3 differ from the base model only in sizes and dropout rates. mT5 and ByT5 differ from
+    # T5 v1.1 only in sizes. `--preset` compares these models.
+    yield from map(gradient_case, ("paper_base", *(name for name in IMPLEMENTATIONS if name not in ("mt5", "byt5"))))
 
 
 def _steps() -> Iterator[Case]:
@@ -296,6 +307,7 @@ def _searches() -> Iterator[Case]:
     lengths, and a length penalty of 1.5 gives long and short hypotheses similar scores.
     """
     yield from search_cases("paper_base")
+    yield from search_cases("t5")
     greedy, beam = searches("marian", preset_case("marian").config, dtypes=("float64",), num_hypotheses=1)
     yield from (greedy, replace(beam, formulas=True))
     config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)

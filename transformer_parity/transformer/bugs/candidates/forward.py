@@ -23,8 +23,9 @@ KEY, VALUE = "split_heads(self.key_proj(memory)", "split_heads(self.value_proj(m
 MULTIPLIER = "self.multiplier = math.sqrt(config.d_model)"
 SCORES = "query @ key.mT / math.sqrt(d_k)"
 ENCODED = "memory = self._encode(source_ids, source_mask, tap, rng)\n        return self._decode"
-STACK = 'x = layer(x, mask, within(tap, f"layers.{i}"), rng)'
-MEMORY = 'x = self.final_norm(x)\n        return tap("output", x)'
+STACK = 'x = layer(x, mask, within(tap, f"layers.{i}"), rng, bias)'
+OUTPUT_TAP = 'self.dropout(tap("output", x), rng, tap, "output")'
+MEMORY = f"x = self.final_norm(x)\n        return {OUTPUT_TAP}"
 SHIFTED = {
     "right, starting with BOS": ("np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.bos_id)"),
     "right, starting with padding": "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.pad_id)",
@@ -124,7 +125,7 @@ CANDIDATES = [
                     "encoder",
                     MEMORY,
                     'x, before = self.final_norm(x), x\n            tap("output", x)\n            return before\n'
-                    '        return tap("output", x)',
+                    f"        return {OUTPUT_TAP}",
                 )
             ]
         },

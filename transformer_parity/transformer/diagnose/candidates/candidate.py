@@ -54,9 +54,14 @@ MATHEMATICS = (
     "position_offset",
     "scale_embedding",
     "activation",
+    "scale_scores",
+    "scale_logits",
     "label_smoothing_kind",
 )
-SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
+SWITCHED = (  # boolean fields
+    *("final_norm", "embedding_norm", "skip_first_self_attention"),
+    *("scale_embedding", "scale_scores", "scale_logits"),
+)
 Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps a pattern in a parameter name to the replacement
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 # This edit removes a check from the backward pass. The check would reject a model that contains blocks from an edited
@@ -125,7 +130,8 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
             *mixed_up_weights(config.d_k == config.d_v),
             *misplaced_weights(config.pad_id),
         ]
-        parts = [*FORWARD.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
+        forward = FORWARD if config.position_encoding == "relative" else {**FORWARD, "T5": []}
+        parts = [*forward.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
     if stage == GRADIENTS:  # in other training stages, each candidate would require a full training run

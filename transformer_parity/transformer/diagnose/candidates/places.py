@@ -43,6 +43,8 @@ CHANGED = {
     "position_layout": r"_position$",
     "position_timescale": r"_position$",
     "position_offset": r"_position$",
+    "relative_position": r"\.relative_bias$",
+    "scale_scores": r"_attention$",
     "encoder": r"^encoder\.layers\.\d+$",
     "decoder": r"^decoder\.layers\.\d+$",
     "norm_order": r"\.layers\.\d+$",
@@ -205,6 +207,8 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
     owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
+        if f"{stack}.relative_bias" in owners:
+            yield f"{stack}.relative_bias"
         for i in range(getattr(config, f"num_{stack}_layers")):
             layer = f"{stack}.layers.{i}"
             yield layer

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import layer_norm
+from reference_numpy.functional import layer_norm, rms_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.signatures import SAME, is_close, without_heads, written
@@ -183,7 +183,8 @@ def other_affine(name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[s
     if f"{norm}.scale" not in weights or isolated[name].shape != wanted[name].shape:
         return ""
     wrong = (isolated[name] != wanted[name]).any(-1)  # both tensors contain the reference's values at padding
-    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    scale = weights[f"{norm}.scale"]
+    bias = weights.get(f"{norm}.bias", np.zeros_like(scale))
     if wrong.sum() < 3 or not scale.all():
         return ""
     normed, actual = (wanted[name][wrong] - bias) / scale, isolated[name][wrong]
@@ -203,8 +204,10 @@ def other_affine(name: str, isolated: Arrays, wanted: Arrays, weights: Mapping[s
 
 def _normed(norm: str, x: ndarray, weights: Mapping[str, ndarray], config: TransformerConfig) -> ndarray:
     """Return the output of the named norm for the input ``x``."""
-    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
-    return layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
+    scale = weights[f"{norm}.scale"]
+    if config.layer_norm_kind == "rms":
+        return rms_norm(x, scale, config.layer_norm_epsilon)
+    return layer_norm(x, scale, weights[f"{norm}.bias"], config.layer_norm_epsilon, config.layer_norm_kind)
 
 
 def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
