@@ -110,7 +110,7 @@ class LoadedPackage:
             for ids in target_ids.T:
                 cache, seen = step(ids, cache)
                 steps.append({name: self.to_numpy(value) for name, value in seen.items()})
-        found = {name: _joined([seen[name] for seen in steps]) for name in steps[0]}
+        found = {name: _joined(name, [seen[name] for seen in steps]) for name in steps[0]}
         return Result(found.pop(OUTPUT), found)
 
     def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -202,12 +202,15 @@ def decode_next(model: Any, target_ids: Any, cache: Any) -> tuple[Any, dict[str,
     return cache, {**seen, OUTPUT: logits[:, None]}
 
 
-def _joined(steps: Sequence[ndarray]) -> ndarray:
-    """Concatenate the values for individual target positions along the second-to-last axis.
+def _joined(name: str, steps: Sequence[ndarray]) -> ndarray:
+    """Concatenate the values of a tap for individual target positions along the second-to-last axis.
 
     Some packages return attention weights only for the positions that have been decoded. Pad these weights with zeros,
-    because the weights of later positions are zero.
+    because the weights of later positions are zero. Also set the scores and biases of later positions to zero, because
+    a mask excludes them.
     """
+    if name.endswith(("self_attention.scores", "relative_bias.output")):
+        steps = [step[..., : i + 1] for i, step in enumerate(steps)]
     width = max(step.shape[-1] for step in steps)
     padded = [np.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, width - step.shape[-1])]) for step in steps]
     return np.concatenate(padded, -2)
