@@ -15,6 +15,10 @@ from jax import Array
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
 
+# Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
+# two buckets, such as 16 = 8 * 2, to the previous bucket.
+ROUNDING = 1e-9
+
 
 def relative_position_bucket(
     distance: Int[np.ndarray, "*axes"], num_buckets: int, max_distance: int, *, bidirectional: bool
@@ -39,7 +43,7 @@ def relative_position_bucket(
         first, n = np.zeros_like(distance), np.maximum(-distance, 0)
     m = num_buckets // 2
     growth = np.log(np.maximum(n, m) / m) / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
-    far = np.minimum(m + (growth * (num_buckets - m)).astype(int), num_buckets - 1)
+    far = np.minimum(m + (growth * (num_buckets - m) + ROUNDING).astype(int), num_buckets - 1)
     return first + np.where(n < m, n, far)
 
 

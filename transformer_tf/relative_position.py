@@ -17,6 +17,10 @@ from transformer_spec.shapes import Float, Int
 from transformer_tf.block import Block
 from transformer_tf.embedding import table_options
 
+# Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
+# two buckets, such as 16 = 8 * 2, to the previous bucket.
+ROUNDING = 1e-9
+
 
 def relative_position_bucket(
     distance: Int[Tensor, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
@@ -42,7 +46,7 @@ def relative_position_bucket(
     m = num_buckets // 2
     ratio = tf.cast(tf.maximum(n, m), tf.float64) / m
     growth = tf.math.log(ratio) / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
-    far = tf.minimum(m + tf.cast(growth * (num_buckets - m), n.dtype), num_buckets - 1)
+    far = tf.minimum(m + tf.cast(growth * (num_buckets - m) + ROUNDING, n.dtype), num_buckets - 1)
     return first + tf.where(n < m, n, far)
 
 

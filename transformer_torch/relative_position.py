@@ -15,6 +15,10 @@ from transformer_spec.shapes import Float, Int
 from transformer_torch.embedding import draw_table
 from transformer_torch.runtime import to_dtype
 
+# Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
+# two buckets, such as 16 = 8 * 2, to the previous bucket.
+ROUNDING = 1e-9
+
 
 def relative_position_bucket(
     distance: Int[Tensor, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
@@ -39,7 +43,7 @@ def relative_position_bucket(
         first, n = 0, (-distance).clamp(min=0)
     m = num_buckets // 2
     growth = (n.clamp(min=m).double() / m).log() / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
-    far = (m + (growth * (num_buckets - m)).long()).clamp(max=num_buckets - 1)
+    far = (m + (growth * (num_buckets - m) + ROUNDING).long()).clamp(max=num_buckets - 1)
     return first + torch.where(n < m, n, far)
 
 

@@ -76,6 +76,11 @@ ENTRIES: Table = {
             convert=swapped("encoder.relative_bias.table", "decoder.relative_bias.table")
         ),
     },
+    ("output", "relative_bias/encoder"): {
+        "distances at bucket boundaries in the previous bucket": instead(
+            "relative_position", "+ ROUNDING", "- ROUNDING"
+        ),
+    },
     f"decoder.{BIAS}": {
         "the decoder's bias has buckets for later keys": instead(
             "decoder", "bidirectional=False", "bidirectional=True"
