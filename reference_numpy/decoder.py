@@ -252,7 +252,7 @@ class DecoderStack:
         return tap("output", x)
 
     def _bias(self, queries, keys, tap):
-        """Return the relative position bias of positions in the target, or None if the model has no such bias."""
+        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
         if self.relative_bias is None:
             return None
         return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]

@@ -19,8 +19,8 @@ ROUNDING = 1e-9
 
 
 def relative_position_bucket(
-    distance: Int[ndarray, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
-) -> Int[ndarray, "L M"]:
+    distance: Int[ndarray, "*axes"], num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[ndarray, "*axes"]:
     """Return the bucket of each distance.
 
     Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of

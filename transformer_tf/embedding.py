@@ -67,7 +67,7 @@ class TokenEmbedding(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.table = keras.layers.ReversibleEmbedding(
-            vocab_size, config.d_model, reverse_dtype=self.compute_dtype, **table_options(self, config)
+            vocab_size, config.d_model, reverse_dtype=self.compute_dtype, **_table(self, config)
         )
         self.table.build()
 
@@ -122,7 +122,7 @@ class LearnedPosition(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.offset = config.position_offset
-        self.table = keras.layers.Embedding(config.max_length, config.d_model, **table_options(self, config))
+        self.table = keras.layers.Embedding(config.max_length, config.d_model, **_table(self, config))
         self.table.build()
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
@@ -197,7 +197,7 @@ class OutputProjection(Block):
         return logits if self.bias is None else logits + self.bias
 
 
-def table_options(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
+def _table(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
     """Return the constructor arguments of an embedding matrix with normally distributed initial values."""
     normal = initial(keras.initializers.RandomNormal(stddev=config.d_model**-0.5))
     return {"embeddings_initializer": normal, "dtype": layer.dtype_policy, "name": layer.name}

@@ -14,8 +14,7 @@ from tensorflow import Tensor
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
-from transformer_tf.block import Block
-from transformer_tf.embedding import table_options
+from transformer_tf.block import Block, initial
 
 # Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
 # two buckets, such as 16 = 8 * 2, to the previous bucket.
@@ -23,8 +22,8 @@ ROUNDING = 1e-9
 
 
 def relative_position_bucket(
-    distance: Int[Tensor, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
-) -> Int[Tensor, "L M"]:
+    distance: Int[Tensor, "*axes"], num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance, computed in float64.
 
     Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
@@ -68,7 +67,9 @@ class RelativePositionBias(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.max_distance = config.relative_max_distance
         self.bidirectional = bidirectional
-        self.table = keras.layers.Embedding(config.relative_buckets, config.num_heads, **table_options(self, config))
+        normal = initial(keras.initializers.RandomNormal(stddev=config.d_model**-0.5))
+        options = {"embeddings_initializer": normal, "dtype": self.dtype_policy, "name": self.name}
+        self.table = keras.layers.Embedding(config.relative_buckets, config.num_heads, **options)
         self.table.build()
 
     def call(self, distance: Int[Tensor, "L M"]) -> Float[Tensor, "1 H L M"]:

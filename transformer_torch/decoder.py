@@ -185,7 +185,8 @@ class DecoderStack(nn.Module):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
-        bias = self._bias(0, x.shape[1], x.device, tap)
+        positions = torch.arange(x.shape[1], device=x.device)
+        bias = self._bias(positions, positions, tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = checkpoint(layer, x, memory, self_mask, cross_mask, bias=bias, use_reentrant=False)
@@ -235,7 +236,8 @@ class DecoderStack(nn.Module):
         self_mask = cache.self_mask[..., :end]
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
-        bias = self._bias(n, end, x.device, tap)
+        positions = torch.arange(end, device=x.device)
+        bias = self._bias(positions[n:], positions, tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
@@ -246,9 +248,8 @@ class DecoderStack(nn.Module):
             x = self.final_norm(x)
         return tap("output", x)
 
-    def _bias(self, first, end, device, tap):
-        """Return the relative position bias of the queries from ``first`` on, or None if the model has no bias."""
+    def _bias(self, queries, keys, tap):
+        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
         if self.relative_bias is None:
             return None
-        positions = torch.arange(end, device=device)
-        return tap("relative_bias.output", self.relative_bias(positions - positions[first:, None]))  # [1, H, L, M]
+        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]

@@ -71,7 +71,7 @@ class TokenEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        draw_table(self.weight, self.weight.shape[1] ** -0.5)
+        _draw_table(self.weight)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
         """Return the embedding of each token.
@@ -135,7 +135,7 @@ class LearnedPosition(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        draw_table(self.weight, self.weight.shape[1] ** -0.5)
+        _draw_table(self.weight)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` plus the learned vector of each position.
@@ -241,7 +241,6 @@ class TiedProjection(nn.Module):
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 
 
-def draw_table(weight: Tensor, std: float) -> None:
-    """Initialize a matrix from a normal distribution with the given standard deviation."""
+def _draw_table(weight: Tensor) -> None:
     if not weight.is_meta:  # on the meta device, ``normal_`` would import SymPy without initializing any values
-        nn.init.normal_(weight, std=std)
+        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

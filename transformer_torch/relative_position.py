@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
-from transformer_torch.embedding import draw_table
 from transformer_torch.runtime import to_dtype
 
 # Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
@@ -21,8 +20,8 @@ ROUNDING = 1e-9
 
 
 def relative_position_bucket(
-    distance: Int[Tensor, "L M"], num_buckets: int, max_distance: int, *, bidirectional: bool
-) -> Int[Tensor, "L M"]:
+    distance: Int[Tensor, "*axes"], num_buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance.
 
     Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
@@ -66,7 +65,10 @@ class RelativePositionBias(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the biases from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        draw_table(self.weight, self.std)
+        if (
+            not self.weight.is_meta
+        ):  # on the meta device, ``normal_`` would import SymPy without initializing any values
+            nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, distance: Int[Tensor, "L M"]) -> Float[Tensor, "1 H L M"]:
         """Return the bias of each query and key.

@@ -13,7 +13,7 @@ from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.inputs import WEIGHTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
-from transformer_spec.presets import PRESETS
+from transformer_spec.presets import IMPLEMENTATIONS, PRESETS
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
@@ -136,6 +136,12 @@ def shrunk(preset: str) -> TransformerConfig:
         num_decoder_layers=-(-full.num_decoder_layers // 3),
         max_length=32,
     )
+
+
+def preset_config(preset: str) -> TransformerConfig:
+    """Return the config of a small model with a preset's conventions."""
+    # The presets of other implementations differ in conventions, not in sizes, so their cases use the same small sizes.
+    return tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
 
 
 SENTENCES = "sentences"  # the component name of cases with real text

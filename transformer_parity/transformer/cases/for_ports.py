@@ -29,7 +29,8 @@ from transformer_parity.transformer.cases.inputs import (
     token_ids,
     with_labels,
 )
-from transformer_parity.transformer.cases.standard import CALLS, LONGEST, SHORT, large_vocabulary, searches, step_case
+from transformer_parity.transformer.cases.searches import LONGEST, searches
+from transformer_parity.transformer.cases.standard import CALLS, SHORT, large_vocabulary, step_case
 from transformer_parity.transformer.cases.variety import longest, variants
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_spec.config import TransformerConfig

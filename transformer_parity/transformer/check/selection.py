@@ -13,7 +13,8 @@ from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import Coverage
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, STEPS, Case, in_stages
 from transformer_parity.transformer.cases.dependence import why_nothing_shows
-from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
+from transformer_parity.transformer.cases.searches import search_cases
+from transformer_parity.transformer.cases.standard import gradient_case, preset_case, standard_cases
 from transformer_parity.transformer.ports.package import COMPILED_IN_FULL
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
