@@ -28,6 +28,7 @@ from transformer_spec.shapes import Float, Int
 from transformer_torch.attention import MultiHeadAttention
 from transformer_torch.feed_forward import GatedFeedForward, PositionwiseFeedForward
 from transformer_torch.layers import Dropout, OwnDropout
+from transformer_torch.relative_position import RelativePositionBias
 from transformer_torch.runtime import to_device
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import copy_out, is_divided, local_part, parameters
@@ -244,6 +245,7 @@ def _divide(model, whole, plan):
     """Divide a model in place and return the module to call. All processes get the first process's weights."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard as Placed
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
@@ -258,6 +260,8 @@ def _divide(model, whole, plan):
         axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
         for name, module in model.named_modules():
+            if isinstance(module, RelativePositionBias):
+                found[name] = ColwiseParallel(output_layouts=Placed(1))  # each device gets the bias of its heads
             if isinstance(module, MultiHeadAttention):  # reduces the gradients of keys and values together
                 others = [None] * (3 if "decoder" in name and "self" in name else 2)  # other arguments
                 inputs = (Replicate(), Replicate(), *others)

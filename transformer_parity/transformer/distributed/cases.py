@@ -87,13 +87,13 @@ class Probe:
         return source, target, labels
 
 
-def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
-    """Return the config of a case, with the paper's conventions, sizes divisible by 2 and 4, and no dropout."""
+def config(tokens: int = 40, preset: str = "paper_base", **fields: Any) -> TransformerConfig:
+    """Return the config of a case, with the conventions of a preset, sizes divisible by 2 and 4, and no dropout."""
     sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
     dropout = {"embedding": 0.0, "residual": 0.0}
     vocabulary = {"source_vocab_size": tokens, "target_vocab_size": tokens}
-    return TransformerConfig.preset("paper_base", **{**sizes, **layers, **vocabulary, "dropout": dropout, **fields})
+    return TransformerConfig.preset(preset, **{**sizes, **layers, **vocabulary, "dropout": dropout, **fields})
 
 
 @cache
@@ -102,6 +102,7 @@ def probes() -> dict[str, Probe]:
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # fewer layers, which halves the compile time
+    relative = {"relative_buckets": 8, "relative_max_distance": 12, "num_encoder_layers": 1, "num_decoder_layers": 1}
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
@@ -117,6 +118,7 @@ def probes() -> dict[str, Probe]:
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
         Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
+        Probe("T5", config(preset="t5_v1_1", **relative), TrainingConfig(**settings, **sliced), steps=2),
         Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
         Probe("shallow", shallow, TrainingConfig(**settings), steps=2),
         Probe("shallow dropout", shallow.replace(dropout=DropoutRates(**drops)), TrainingConfig(**settings), steps=2),
@@ -149,6 +151,6 @@ def port_probes() -> tuple[Probe, ...]:
 
 
 # Names of the cases that a check runs. They cover every feature at least once and require little compilation.
-STAGE = ("plain", "uneven", "dropout", "float32", "mixed bfloat16")
+STAGE = ("plain", "uneven", "T5", "dropout", "float32", "mixed bfloat16")
 NOT_OFFERED = {"numpy": ("mixed bfloat16",)}
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))
