@@ -198,8 +198,8 @@ class DecoderStack(nnx.Module):
         bias = self._bias(positions, positions, tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                recomputed = nnx.remat(lambda layer, *inputs, bias: layer(*inputs, bias=bias))
-                x = recomputed(layer, x, memory, *masks, bias=bias)
+                recomputed = nnx.remat(lambda layer, bias, *inputs: layer(*inputs, bias=bias))
+                x = recomputed(layer, bias, x, memory, *masks)
             else:
                 x = layer(x, memory, *masks, within(tap, f"layers.{i}"), bias=bias)
         if self.final_norm is not None:

@@ -41,7 +41,7 @@ MEANINGS = {  # descriptions of fields whose definitions have no comment
     "d_ff": "width of the hidden layer in the feed-forward network",
     "num_encoder_layers": "number of encoder layers, N in the paper",
     "num_decoder_layers": "number of decoder layers, N in the paper",
-    "position_encoding": "positional encoding: sinusoids as in section 3.5, or learned as in Table 3, row E",
+    "position_encoding": "positional encoding: sinusoids as in section 3.5, learned as in Table 3, row E, or a relative bias (T5)",
     "output_bias": "whether the output projection has a bias",
     "activation": "activation function of the feed-forward network, section 3.3",
     "dropout": "dropout rates, as a `DropoutRates`",
@@ -63,6 +63,7 @@ SYMBOLS = {
     170: "d_ff",
     190: "V",
     230: "max_length",
+    270: "relative_buckets",
     11: "H",
     7: "d_k",
     13: "d_v",
@@ -149,7 +150,10 @@ def name_tables() -> Iterator[str]:
         embedding_norm=True,
         position_encoding="learned",
     )
-    for title, shapes in (("Parameters", parameter_shapes(config)), ("Taps", tap_shapes(config, 3, 5, 6))):
+    relative = config.replace(position_encoding="relative", gated_feed_forward=True, relative_buckets=270)
+    parameters = {**parameter_shapes(config), **parameter_shapes(relative)}
+    taps = {**tap_shapes(config, 3, 5, 6), **tap_shapes(relative, 3, 5, 6)}
+    for title, shapes in (("Parameters", parameters), ("Taps", taps)):
         yield from (f"## {title}", "", "| name | shape |", "|---|---|")
         yield from (f"| `{name}` | {symbolic(shape)} |" for name, shape in shapes.items())
         yield ""
