@@ -69,6 +69,9 @@ def before_padding(ids: ndarray, pad_id: int) -> ndarray:
 
 def _mask(name: str, source: ndarray, target: ndarray, backward: bool) -> ndarray:
     of_source = name.startswith(("source_", "encoder."))
+    if name.endswith("relative_bias.output"):  # all sequences share the bias
+        length = (source if of_source else target).shape[1]
+        return np.tri(length, dtype=bool) if name.startswith("decoder.") else np.ones((length, length), bool)
     queries = source if of_source else target
     keys = source if of_source or ".cross_attention." in name else target
     kind = name.rpartition(".")[2]
