@@ -71,7 +71,8 @@ def test_missing_vocabulary_files_are_named_in_the_error(tmp_path, unigram):
     for family, message in {
         "marian": "a complete Marian vocabulary: it must contain source.spm and target.spm and vocab.json",
         "bart": "a complete Bart vocabulary: it must contain tokenizer.json, or vocab.json and merges.txt",
-        "t5": "the family of the vocabulary in .* must be one of marian, .*: got t5",
+        "mt5": "a complete T5 vocabulary: it must contain tokenizer.json, or spiece.model",
+        "umt5": "the family of the vocabulary in .* must be one of marian, .*: got umt5",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_vocabulary_directory(write(tmp_path / "empty", {}), family, {})
@@ -100,6 +101,37 @@ def test_ids_outside_the_model_vocabulary_are_rejected(tmp_path, unigram):
         build_vocabulary(
             VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
         )
+
+
+NOT_SPECIAL = {"content": "<task>", "special": False}
+T5_SETTINGS = {
+    "a number of sentinels": (
+        {"extra_ids": -1},
+        r"^extra_ids in tokenizer_config.json must be an integer in .*: got -1",
+    ),
+    "text as number": ({"extra_ids": "9"}, "must be an integer in .*: got '9'"),
+    "an ordinary added token": (
+        {"added_tokens_decoder": {"400": NOT_SPECIAL}},
+        "^the added token '<task>' is not special; save the tokenizer with transformers, which writes tokenizer.json$",
+    ),
+    "an ID": ({"added_tokens_decoder": {"-4": NOT_SPECIAL}}, "must map IDs to tokens: got '-4'"),
+    "no token": ({"added_tokens_decoder": {"400": "a"}}, "must map IDs to tokens: got '400'"),
+    "EOS": ({"eos_token": {"content": "<end>"}}, "^spiece.model must contain <end>$"),
+}
+
+
+@pytest.mark.parametrize("what", T5_SETTINGS)
+def test_unsupported_t5_settings_are_rejected(tmp_path, unigram, what):
+    settings, message = T5_SETTINGS[what]
+    directory = write(tmp_path / "model", {"spiece.model": unigram, "tokenizer_config.json": settings})
+    with pytest.raises(ValueError, match=message):
+        read_vocabulary_directory(directory, "t5", {})
+
+
+def test_t5_tokens_without_settings_are_rejected(tmp_path, unigram):
+    directory = write(tmp_path / "model", {"spiece.model": unigram, "added_tokens.json": {"<task>": 400}})
+    with pytest.raises(ValueError, match="^added_tokens.json is not supported; save the tokenizer with transformers"):
+        read_vocabulary_directory(directory, "t5", {})
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "klingon"])

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.apps.text import marian, moses, multilingual
+from transformer_parity.apps.text import marian, moses, multilingual, t5
 from transformer_parity.apps.text.maps import read_files
 from transformer_parity.apps.text.marian import MarianVocabulary
 from transformer_parity.apps.text.moses import MosesVocabulary
@@ -25,6 +25,8 @@ KINDS: dict[str, Callable[[Mapping[str, bytes]], Vocabulary]] = {
     MARIAN: MarianVocabulary,
     MOSES: MosesVocabulary,
     OWN_TEMPLATE: multilingual.TokenizerVocabulary,
+    t5.T5Vocabulary.kind: t5.T5Vocabulary,
+    t5.ByteVocabulary.kind: t5.ByteVocabulary,
     **{kind: partial(MultilingualVocabulary, kind=kind) for kind in multilingual.FORMS},
 }
 
@@ -58,10 +60,13 @@ CLASSES = {
     "Roberta": Directory(OWN_TEMPLATE, ((TOKENIZER,), (TABLE, MERGES))),
     "Pegasus": Directory(OWN_TEMPLATE, ((TOKENIZER,),)),
     "Blenderbot": Directory(OWN_TEMPLATE, ((TOKENIZER,),)),
+    "T5": Directory(t5.T5Vocabulary.kind, ((TOKENIZER,), (t5.MODEL,)), (SETTINGS, t5.ADDED)),
+    "ByT5": Directory(t5.ByteVocabulary.kind, ((),)),
 }
 FAMILIES = {
     **{"marian": "Marian", "m2m_100": "M2M100", "nllb": "Nllb", "mbart": "MBart", "mbart50": "MBart50"},
     **{"plbart": "PLBart", "fsmt": "FSMT", "bart": "Bart", "pegasus": "Pegasus", "blenderbot": "Blenderbot"},
+    **{"t5": "T5", "mt5": "T5"},
 }
 
 
@@ -115,7 +120,8 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
     if not complete:
         needed = ", or ".join(" and ".join(names) for names in form.choices)
         raise ValueError(f"{directory} does not contain a complete {name} vocabulary: it must contain {needed}")
-    vocabulary = _built(form.kind, read_files(directory, complete[0], form.optional))
+    kind = OWN_TEMPLATE if name == "T5" and complete[0] == (TOKENIZER,) else form.kind
+    vocabulary = _built(kind, read_files(directory, complete[0], form.optional))
     size = fields.get("vocab_size")
     source, target = fields.get("src_vocab_size", size), fields.get("tgt_vocab_size", fields.get("decoder_vocab_size"))
     target = source if target is None else target
