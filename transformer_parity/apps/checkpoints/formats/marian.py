@@ -71,6 +71,11 @@ def read(path: Path, options: ReadOptions) -> Imported:
     config = config_of(settings, tensors)
     weights = take(rows(config, "Wemb" in tensors, "decoder_ff_logit_out_Wt" in tensors), tensors, config, IGNORED)
     notes = contradictions(settings, tensors)
+    if config.norm_order == "pre":
+        notes.append(
+            "scores agree with marian-scorer, but translations can differ from marian-decoder's, which does not "
+            "normalize the keys and values of the decoder's self-attention in pre-norm models"
+        )
     vocabulary = None
     if options.vocab:
         vocabulary = checked(
