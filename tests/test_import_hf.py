@@ -27,6 +27,7 @@ from tiers import first_alone
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints import proof
 from transformer_parity.apps.checkpoints.formats import huggingface_families
+from transformer_parity.apps.checkpoints.formats.huggingface_t5 import T5_FAMILIES
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load, save
 from transformer_parity.apps.checkpoints.name_mapping import same
 from transformer_parity.apps.translate.trained import read_trained
@@ -38,7 +39,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 EXACT, AS_IT_COMES = 1e-12, 1e-7
 DIFFERS = 1e-7
 SEPARATE = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 37}
-FAMILIES = ("marian", *(name for name in huggingface_families.FAMILIES if name != "marian"))
+FAMILIES = ("marian", *(name for name in huggingface_families.FAMILIES if name not in ("marian", *T5_FAMILIES)))
 FORMS = [
     Form("marian"),
     Form("fsmt", {"src_vocab_size": 37}),

@@ -75,11 +75,13 @@ def test_contradictory_legacy_flags_are_reported_in_notes(tmp_path):
 
 REFUSED = {
     "no model type": ({"model_type": None}, "model_type in config.json must be one of marian, m2m_100"),
-    "T5": ({"model_type": "t5"}, "got t5, which uses relative positions"),
+    "UMT5": ({"model_type": "umt5"}, "got umt5, which has separate relative position biases in each layer; a T5 model"),
+    "LongT5": ({"model_type": "longt5"}, "got longt5, which uses sparse attention"),
+    "Switch Transformers": ({"model_type": "switch_transformers"}, "which uses a mixture of experts; a dense T5 model"),
     "Whisper": ({"model_type": "whisper"}, "got whisper, which reads audio"),
     "experts": ({"model_type": "nllb-moe"}, "got nllb-moe, which uses a mixture of experts"),
     "unsupported norm": ({"model_type": "blenderbot-small"}, "which normalizes the decoder's embeddings before"),
-    "unknown": ({"model_type": "gpt2"}, ", fsmt: got gpt2"),
+    "unknown": ({"model_type": "gpt2"}, ", fsmt, t5, mt5: got gpt2"),
     "a classifier": (
         {"architectures": ["MarianForSequenceClassification"]},
         "architectures in config.json must be Marian",

@@ -403,7 +403,7 @@ def test_languages_added_to_a_tokenizer_are_found(tmp_path, bpe):
 
 # T5 vocabularies
 def test_characters_without_a_piece_are_split_into_bytes(tmp_path):
-    """mT5 and MADLAD-400 were trained with byte pieces, but T5Tokenizer of transformers 5 has only the unknown token."""
+    """mT5 was trained with byte pieces, but T5Tokenizer of transformers 5 has only the unknown token."""
     special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     model = train(size=700, byte_fallback=True, **special)
     ours = read_vocabulary_directory(write(tmp_path / "model", {"spiece.model": model}), "mt5", {})

@@ -107,7 +107,7 @@ NOT_SPECIAL = {"content": "<task>", "special": False}
 T5_SETTINGS = {
     "a number of sentinels": (
         {"extra_ids": -1},
-        r"^extra_ids in tokenizer_config.json must be an integer in .*: got -1",
+        "^extra_ids in .* must be an integer in .*: got -1",
     ),
     "text as number": ({"extra_ids": "9"}, "must be an integer in .*: got '9'"),
     "an ordinary added token": (
@@ -130,7 +130,7 @@ def test_unsupported_t5_settings_are_rejected(tmp_path, unigram, what):
 
 def test_t5_tokens_without_settings_are_rejected(tmp_path, unigram):
     directory = write(tmp_path / "model", {"spiece.model": unigram, "added_tokens.json": {"<task>": 400}})
-    with pytest.raises(ValueError, match="^added_tokens.json is not supported; save the tokenizer with transformers"):
+    with pytest.raises(ValueError, match=r"^added_tokens.json is not supported; save the tokenizer with transformers"):
         read_vocabulary_directory(directory, "t5", {})
 
 

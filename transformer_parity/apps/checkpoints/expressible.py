@@ -12,6 +12,15 @@ PLAIN_HEADS: dict[str, tuple[object, ...]] = {
     "skip_first_self_attention": (False,),
 }
 
+# Values of fields that only T5 changes. Only an export to T5 specifies different values in ``needed``.
+NOT_T5: dict[str, tuple[object, ...]] = {
+    "position_encoding": ("sinusoidal", "learned"),
+    "tie_embeddings": ("none", "target_output", "all"),
+    "gated_feed_forward": (False,),
+    "scale_scores": (True,),
+    "scale_logits": (False,),
+}
+
 
 def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[object, ...]], program: str) -> None:
     """Check that another program supports a config.
@@ -26,7 +35,7 @@ def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[obje
         ValueError: If a field has an unsupported value. The message lists all such fields.
     """
     width = config.d_model // config.num_heads
-    allowed = {**needed, "d_k": needed.get("d_k", (width,)), "d_v": needed.get("d_v", (width,))}
+    allowed = {**NOT_T5, **needed, "d_k": needed.get("d_k", (width,)), "d_v": needed.get("d_v", (width,))}
     if problems := [
         f"{name} must be {' or '.join(map(repr, values))}: got {getattr(config, name)!r}"
         for name, values in allowed.items()

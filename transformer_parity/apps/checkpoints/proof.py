@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,14 @@ from transformer_spec.files import load_weights
 
 DTYPES = ("float64", "float32")
 SENTENCES, SOURCE, TARGET = 2, 7, 5
+FAR = 40  # length in tokens of the inputs of T5 models, in which nearby tokens have separate relative positions
 SEARCHED, LONGEST = 4, 20  # number of sentences to translate, and maximum length of a translation in tokens
 # Tolerance for comparisons in which transformers uses its own float32 position tables. In a large model, rounding the
 # angles of these tables to float32 causes an error of 3.6e-7.
 OWN_TABLES = 1e-6
+# Tolerance for comparisons in which transformers computes the mean squares in T5's norms in float32. The error is 2e-7
+# in a model with 24 layers per stack and random weights.
+OWN_NORMS = 1e-5
 Say = Callable[[str], None]
 
 
@@ -67,7 +72,7 @@ def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str
         ("source", SOURCE, config.source_vocab_size),
         ("target", TARGET, config.target_vocab_size),
     ):
-        length = min(length, config.max_positions or length)
+        length = FAR if config.position_encoding == "relative" else min(length, config.max_positions or length)
         ids = rng.integers(0, size - 1, (sentences, length))
         ids += ids >= config.pad_id  # skip the padding ID
         ids[-1, length - length // 3 :] = config.pad_id
@@ -123,8 +128,9 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
         One entry per comparison of logits, and one entry for the translations. In the entry for the translations, the
         error is the fraction of translations that differ. For models with sinusoidal positional encodings, the logits
         are compared twice, once with transformers' own position tables and once with exact tables, because transformers
-        rounds its tables to float32. If the library is not installed or does not support this format, the only entry is
-        a skipped comparison.
+        rounds its tables to float32. The logits of T5 models are compared twice because transformers squares in float32
+        in their norms. If the library is not installed or does not support this format, the only entry is a skipped
+        comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
@@ -153,6 +159,10 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
         rounding = _replace_positions(model, config)
         compare(own, max(OWN_TABLES, rounding), "logits, using its own rounded position tables")
         what = "logits, using exact position tables"
+    elif config.layer_norm_kind == "rms":
+        compare(_logits(model, inputs, config), OWN_NORMS, "logits, using its own float32 norms")
+        _replace_norms(model)
+        what = "logits, using exact norms"
     compare(_logits(model, inputs, config), strict, what)
     say(f"translations in float64: {title}")
     ours, theirs = _translations(model, imported)
@@ -199,6 +209,18 @@ def _replace_positions(model: Any, config: TransformerConfig) -> float:
     return worst
 
 
+def _replace_norms(model: Any) -> None:
+    """Replace the formula of T5's norms, which squares in float32, with a formula in the dtype of the weights."""
+    import torch
+
+    def forward(norm: Any, x: Any) -> Any:
+        return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = MethodType(forward, module)
+
+
 def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list[list[int]]]:
     """Translate random token IDs with this project and with transformers, and return both lists of translations."""
     import torch
@@ -212,6 +234,8 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     settings.max_length, settings.max_new_tokens = None, longest
     # Prevent transformers from generating padding, because this project's searches never generate padding.
     settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]
+    # With a cache, transformers 5.23 raises an IndexError if a T5 decoder has more layers than the encoder.
+    settings.use_cache = config.num_decoder_layers <= config.num_encoder_layers
     with torch.no_grad():
         theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))
     return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in theirs[:, 1:].tolist()]

@@ -19,6 +19,7 @@ from transformer_spec.search import Search
 TIED = {
     "none": "nothing: source embedding, target embedding, and output projection are separate",
     "target_output": "target embedding and output projection; the source embedding is separate",
+    "source_target": "source embedding and target embedding; the output projection is separate",
     "all": "source embedding, target embedding, and output projection",
 }
 MOST_LANGUAGES = 8  # maximum number of languages to list in the table

@@ -7,7 +7,7 @@ the flags in some published checkpoints do not match their tensors.
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from itertools import takewhile
@@ -19,6 +19,7 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.apps.checkpoints.expressible import check_expressible
+from transformer_parity.apps.checkpoints.formats import huggingface_t5
 from transformer_parity.apps.checkpoints.formats.huggingface_families import (
     FAMILIES,
     config_of,
@@ -27,8 +28,10 @@ from transformer_parity.apps.checkpoints.formats.huggingface_families import (
     filled_in,
 )
 from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
+from transformer_parity.apps.checkpoints.formats.huggingface_t5 import T5_FAMILIES
+from transformer_parity.apps.checkpoints.formats.huggingface_ties import TieNames, settle_tables
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
-from transformer_parity.apps.checkpoints.name_mapping import ROW, TRANSPOSED, Row, give, same, take
+from transformer_parity.apps.checkpoints.name_mapping import ROW, TRANSPOSED, Row, give, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.containers import pickles, tensors
 from transformer_parity.apps.containers.directory import has, member, read_bytes, read_json
@@ -113,13 +116,44 @@ def read(path: Path, options: ReadOptions) -> Imported:
     family = family_of(given)
     fields = filled_in(family, given)
     files, found = _read_weights(path)
+    convert = huggingface_t5.convert if family in T5_FAMILIES else _convert
+    config, weights, notes = convert(family, fields, found)
+    notes = _flag_notes(family, given) + notes
+    generation = read_json(member(path, GENERATION)) if has(path, GENERATION) else fields
+    search, said = read_search(generation, config)
+    notes += said
+    files += [path / name for name in (CONFIG, GENERATION) if has(path, name)]
+    vocabulary = None
+    try:
+        vocabulary = read_vocabulary_directory(path, family, fields)
+        files += [path / name for name in vocabulary.files() if has(path, name)]
+    except (OSError, UsageError, ValueError) as error:
+        notes.append(f"no vocabulary: {error}")
+    preset = huggingface_t5.preset_of(family, config) if family in T5_FAMILIES else FAMILIES[family].preset
+    return Imported(
+        config=config,
+        weights=weights,
+        vocabulary=vocabulary,
+        search=search,
+        origin=Origin(format="hf", family=family, preset=preset, files=sha256_of(files), license=_license(path)),
+        notes=tuple(notes),
+    )
+
+
+def _convert(
+    family: str, fields: Mapping[str, Any], found: dict[str, ndarray]
+) -> tuple[TransformerConfig, dict[str, ndarray], list[str]]:
+    """Convert a model's config.json and tensors, and return the config, the weights, and notes.
+
+    Raises:
+        ValueError: If a field has an invalid or unsupported value, or if the tensors do not match the config.
+        TypeError: If a field has the wrong type.
+    """
     if not any(name.startswith("model.") for name in found):  # saved from the base class, without an output projection
         found = {
             name if name == BIAS or name.startswith("lm_head.") else f"model.{name}": one for name, one in found.items()
         }
-    notes = _flag_notes(family, given)
-    tied, found, said = settle_tables(found, family, fields)
-    notes += said
+    tied, found, notes = settle_tables(found, TieNames(SHARED, ENCODER, DECODER, output_name(family)), fields)
     learned = TransformerConfig.preset(FAMILIES[family].preset, source_vocab_size=9, target_vocab_size=9)
     rows = None
     if learned.position_encoding == "learned":
@@ -130,26 +164,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     if config.output_bias and BIAS not in found:
         found[BIAS] = np.zeros((1, config.target_vocab_size), found[DECODER if DECODER in found else ENCODER].dtype)
         notes.append(f"{BIAS} is missing and is set to zero, as in transformers")
-    weights = take(table_of(family), found, config, IGNORED)
-    generation = read_json(member(path, GENERATION)) if has(path, GENERATION) else fields
-    search, said = read_search(generation, config)
-    notes += said
-    files += [path / name for name in (CONFIG, GENERATION) if has(path, name)]
-    sums = sha256_of(files)
-    vocabulary = None
-    try:
-        vocabulary = read_vocabulary_directory(path, family, fields)
-        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
-    except (OSError, UsageError, ValueError) as error:
-        notes.append(f"no vocabulary: {error}")
-    return Imported(
-        config=config,
-        weights=weights,
-        vocabulary=vocabulary,
-        search=search,
-        origin=Origin(format="hf", family=family, preset=FAMILIES[family].preset, files=sums, license=_license(path)),
-        notes=tuple(notes),
-    )
+    return config, take(table_of(family), found, config, IGNORED), notes
 
 
 def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
@@ -162,53 +177,6 @@ def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
     if other := [f"{title} ({name})" for name, title in OTHER_WEIGHTS.items() if has(path, name)]:
         raise ValueError(f"{path} must contain {' or '.join(WEIGHTS)}: got only weights for {', '.join(other)}")
     raise FileNotFoundError(f"{path} contains no weights; the directory must contain {' or '.join(WEIGHTS)}")
-
-
-def settle_tables(
-    found: Mapping[str, ndarray], family: str, fields: Mapping[str, Any]
-) -> tuple[str, dict[str, ndarray], list[str]]:
-    """Determine from the tensors which embeddings are tied, and report flags that contradict the tensors.
-
-    Returns:
-        The value of ``tie_embeddings``, the tensors, and the notes. If two or three matrices are tied, the tensors
-        contain only one of them: the encoder embedding if it is tied, and otherwise the decoder embedding.
-
-    Raises:
-        ValueError: If there is no embedding matrix.
-    """
-    output = output_name(family)
-    names = (ENCODER, DECODER, output)
-    if not any(name in found for name in (*names, SHARED)):
-        raise ValueError(f"the file does not contain an embedding matrix, such as {SHARED} or {ENCODER}")
-    fallback = next(found[name] for name in (SHARED, DECODER, ENCODER, output) if name in found)
-    encoder = found.get(ENCODER, found.get(SHARED, fallback))
-    decoder = found.get(DECODER, found.get(SHARED, fallback))
-    projection = found.get(output, decoder)
-    alike, is_out = same(encoder, decoder), same(decoder, projection)
-    tied = "all" if alike and is_out else "target_output" if is_out else "none"
-    notes = []
-    if fields["tie_word_embeddings"] is True and not is_out:
-        notes.append(f"tie_word_embeddings is true, but {output} differs from the embedding, so the two are not tied")
-    elif fields["tie_word_embeddings"] is False and is_out:
-        why = "equals the target embedding" if output in found else "is missing"
-        notes.append(
-            f"tie_word_embeddings is false, but {output} {why}, so the target embedding and the output projection are "
-            "tied"
-        )
-    if fields["tie_word_embeddings"] and fields.get("share_encoder_decoder_embeddings", True) and not alike:
-        notes.append(
-            "according to the flags, source and target share one embedding, but the tensors differ, so two embeddings "
-            "are used"
-        )
-    if SHARED in found and not same(found[SHARED], encoder):
-        notes.append(f"{SHARED} differs from the embedding of the encoder and is ignored")
-    kept = {name: array for name, array in found.items() if name not in (*names, SHARED)}
-    kept[ENCODER] = encoder
-    if tied != "all":
-        kept[DECODER] = decoder
-    if tied == "none":
-        kept[output] = projection
-    return tied, kept, notes
 
 
 def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
@@ -284,6 +252,9 @@ def check_family(config: TransformerConfig, family: str) -> None:
     Raises:
         ValueError: If the family does not support the config. The message lists the unsupported fields.
     """
+    if family in T5_FAMILIES:
+        huggingface_t5.check_family(config, family)
+        return
     sizes = {"source_vocab_size": config.source_vocab_size, "target_vocab_size": config.target_vocab_size}
     special = {name: getattr(config, name) for name in ("d_model", "num_heads", "pad_id", "bos_id", "eos_id")}
     more = {"max_length": config.max_length, "label_smoothing": 0.0, "tie_embeddings": "none"}
@@ -321,27 +292,17 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     origin = model.origin
     family = origin.family if origin.format == "hf" and origin.family in FAMILIES else family_for(config)
     check_family(config, family)
-    found = give(table_of(family), model.weights, config)
-    fields = fields_of(config, family)
-    output = output_name(family)
-    # If ``tie_word_embeddings`` is false, the transformers library loads a separate array for each parameter, so tied
-    # parameters are written multiple times.
-    if not fields["tie_word_embeddings"]:
-        found.setdefault(DECODER, found[ENCODER])
-        found.setdefault(output, found[DECODER])
-        if family not in ("marian", "fsmt"):
-            found[SHARED] = found[ENCODER]
-    elif config.tie_embeddings == "all" and family != "fsmt":
-        found[SHARED] = found.pop(ENCODER)
-    elif family == "fsmt":
-        found[DECODER] = found.pop(ENCODER)
-    if family in ("pegasus", "fsmt"):  # these classes load their position tables instead of computing them
-        found |= dict.fromkeys(POSITIONS, _positions(config))
+    if family in T5_FAMILIES:
+        found, fields = huggingface_t5.tensors_of(config, model.weights), huggingface_t5.fields_of(config, family)
+    else:
+        found, fields = _tensors_and_fields(config, model.weights, family)
     kinds = {array.dtype.name for array in found.values()}
     fields["dtype"] = kinds.pop() if len(kinds) == 1 else "float32"
     generation, notes = write_search(model.search, config)
-    if config.dropout.embedding != config.dropout.residual:
-        notes.append("transformers uses one rate for embedding and residual dropout, so the residual rate is written")
+    rates = dataclasses.asdict(config.dropout)
+    sites, kinds_of = (rates, "all kinds of") if family in T5_FAMILIES else (("embedding",), "embedding and residual")
+    if any(rates[site] != config.dropout.residual for site in sites):
+        notes.append(f"transformers uses one rate for {kinds_of} dropout, so the residual rate is written")
     directory.mkdir(parents=True, exist_ok=True)
     tensors.write(directory / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
@@ -357,6 +318,29 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     for file, stored in (vocabulary.files() if vocabulary else {}).items():
         (directory / file).write_bytes(stored)
     return tuple(notes)
+
+
+def _tensors_and_fields(
+    config: TransformerConfig, weights: Mapping[str, ndarray], family: str
+) -> tuple[dict[str, ndarray], dict[str, Any]]:
+    """Return a model's tensors under their names in transformers, and the content of its config.json."""
+    found = give(table_of(family), weights, config)
+    fields = fields_of(config, family)
+    output = output_name(family)
+    # If ``tie_word_embeddings`` is false, the transformers library loads a separate array for each parameter, so tied
+    # parameters are written multiple times.
+    if not fields["tie_word_embeddings"]:
+        found.setdefault(DECODER, found[ENCODER])
+        found.setdefault(output, found[DECODER])
+        if family not in ("marian", "fsmt"):
+            found[SHARED] = found[ENCODER]
+    elif config.tie_embeddings == "all" and family != "fsmt":
+        found[SHARED] = found.pop(ENCODER)
+    elif family == "fsmt":
+        found[DECODER] = found.pop(ENCODER)
+    if family in ("pegasus", "fsmt"):  # these classes load their position tables instead of computing them
+        found |= dict.fromkeys(POSITIONS, _positions(config))
+    return found, fields
 
 
 def _positions(config: TransformerConfig) -> ndarray:

@@ -20,6 +20,11 @@ DEFAULTS: dict[str, Any] = {
     **{"forced_bos_token_id": None, "forced_eos_token_id": 2, "tie_word_embeddings": True},
 }
 IN_FAIRSEQ = {"bos_token_id": 0, "decoder_start_token_id": 2}
+IN_T5 = {
+    **{"d_model": 512, "d_kv": 64, "num_decoder_layers": None, "dropout_rate": 0.1, "layer_norm_epsilon": 1e-6},
+    **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "relu"},
+    **{"pad_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": None},
+}
 
 
 class Family(NamedTuple):
@@ -42,9 +47,10 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes that may have saved a checkpoint: one with an output projection and one without."""
+        """Names of the classes that may have saved a checkpoint, with and without an output projection."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
-        return [self.title + kind, f"{self.title}Model"]
+        old = ["T5WithLMHeadModel"] if self.title == "T5" else []  # the name before release 4
+        return [self.title + kind, f"{self.title}Model", *old]
 
 
 def _flags(before: bool, embedding: bool, final: bool, static: bool) -> dict[str, bool]:
@@ -124,14 +130,24 @@ FAMILIES = {
         },
         behind_padding=True,
     ),
+    "t5": Family("t5", "T5", {**IN_T5, "vocab_size": 32128, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
+    "mt5": Family(
+        "mt5",
+        "MT5",
+        {
+            **{**IN_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6},
+            **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": None},
+        },
+    ),
 }
 
-_T5 = "uses relative positions, RMSNorm, and unscaled attention"
 _SPARSE = "uses sparse attention"
 _SPEECH = "reads audio, using convolutions before its encoder"
 _MULTIMODAL = "combines a text model with speech models; a dense NLLB model belongs to the family m2m_100"
 OUT_OF_SCOPE = {
-    **dict.fromkeys(("t5", "mt5", "byt5", "umt5", "switch_transformers", "longt5"), _T5),
+    "umt5": "has separate relative position biases in each layer; a T5 model belongs to the family t5 or mt5",
+    "switch_transformers": "uses a mixture of experts; a dense T5 model belongs to the family t5",
+    "longt5": _SPARSE,
     **dict.fromkeys(("whisper", "speech_to_text", "speecht5", "moonshine"), _SPEECH),
     **dict.fromkeys(("led", "bigbird_pegasus", "pegasus_x"), _SPARSE),
     "blenderbot-small": "normalizes the decoder's embeddings before it adds the positions",
@@ -175,7 +191,8 @@ def family_of(fields: Mapping[str, Any]) -> str:
     classes = FAMILIES[name].classes
     found = fields.get("architectures") or classes[:1]
     if not isinstance(found, list) or found[0] not in classes:
-        raise ValueError(f"architectures in config.json must be {' or '.join(classes)}: got {found!r:.80}")
+        reason = ", which has no decoder" if str(found).endswith("EncoderModel']") else ""
+        raise ValueError(f"architectures in config.json must be {' or '.join(classes)}: got {found!r:.80}{reason}")
     return name
 
 
