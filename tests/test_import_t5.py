@@ -120,7 +120,9 @@ def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, for
     saved(form, tmp_path / "model")
     imported = import_checkpoint(tmp_path / "model")
     save(tmp_path / "ours.safetensors", imported)
-    assert export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "back") == ()
+    notes = export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "back")
+    by_5 = ("transformers 4 computes different logits for this model; load it with transformers 5",)
+    assert notes == (by_5 if form.name == "scaled but not tied" else ())
     model, said = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "back", output_loading_info=True, dtype=torch.float64
     )
@@ -253,8 +255,8 @@ def test_prefixes_of_tasks_are_reported_in_a_note(tmp_path):
     tasks = {"a": {"prefix": "summarize: ", "num_beams": 4}, "b": {"prefix": "translate English to German: "}, "c": 5}
     found = import_checkpoint(changed(tmp_path, fields={"task_specific_params": tasks}))
     assert found.notes[0] == (
-        "the model expects the name of a task at the start of each line; config.json lists "
-        '"summarize: ", "translate English to German: "'
+        'config.json lists prefixes for tasks: "summarize: ", "translate English to German: "; `parity translate` does '
+        "not add a prefix, so add the prefix of your task to each line"
     )
     assert found.search.beam_size is None
 

@@ -303,6 +303,8 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     sites, kinds_of = (rates, "all kinds of") if family in T5_FAMILIES else (("embedding",), "embedding and residual")
     if any(rates[site] != config.dropout.residual for site in sites):
         notes.append(f"transformers uses one rate for {kinds_of} dropout, so the residual rate is written")
+    if config.scale_logits and not config.ties_output:
+        notes.append("transformers 4 computes different logits for this model; load it with transformers 5")
     directory.mkdir(parents=True, exist_ok=True)
     tensors.write(directory / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):

@@ -111,20 +111,16 @@ def _notes(family: str, fields: Mapping[str, Any]) -> list[str]:
         )
     tasks = fields.get("task_specific_params")
     prefixes = [
-        json_text(task["prefix"])
+        f'"{task["prefix"][:60]}"'
         for task in (tasks.values() if isinstance(tasks, dict) else [])
         if isinstance(task, dict) and isinstance(task.get("prefix"), str) and task["prefix"]
     ]
     if prefixes:
         notes.append(
-            f"the model expects the name of a task at the start of each line; config.json lists {', '.join(prefixes)}"
+            f"config.json lists prefixes for tasks: {', '.join(prefixes)}; `parity translate` does not add a prefix, "
+            "so add the prefix of your task to each line"
         )
     return notes
-
-
-def json_text(text: str) -> str:
-    """Return a text in double quotes, shortened to 60 characters."""
-    return f'"{text[:60]}"'
 
 
 def _config_of(family: str, fields: Mapping[str, Any], tie_embeddings: str) -> TransformerConfig:
