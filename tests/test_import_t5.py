@@ -127,6 +127,9 @@ def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, for
         tmp_path / "back", output_loading_info=True, dtype=torch.float64
     )
     assert not any(said.values()), said
+    fields = json.loads((tmp_path / "back/config.json").read_text())
+    # Release 4 derives both the output matrix and the scale from this flag.
+    assert fields["tie_word_embeddings"] == (imported.config.ties_output and imported.config.scale_logits)
     back = import_checkpoint(tmp_path / "back")
     assert (back.config, back.search) == (imported.config, imported.search)
     assert (back.origin.family, back.origin.preset) == (imported.origin.family, imported.origin.preset)
@@ -259,6 +262,15 @@ def test_prefixes_of_tasks_are_reported_in_a_note(tmp_path):
         "not add a prefix, so add the prefix of your task to each line"
     )
     assert found.search.beam_size is None
+
+
+def test_search_of_an_old_directory_is_the_default_of_generate(tmp_path):
+    saved(T5, tmp_path)
+    expected = import_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    found = import_checkpoint(tmp_path)
+    assert (found.search, found.notes) == (expected.search, expected.notes)
+    assert (found.search.beam_size, found.search.max_length, found.search.rules.at_limit) == (None, 20, "cut")
 
 
 # Rejected directories
