@@ -43,7 +43,7 @@ LARGE_DIRECTORIES = {
     "transformer/ports": 13,  # the protocol, the four packages, user-defined ports, their matmuls, and their source
     "transformer/bugs": 15,  # one data file for each part of the catalog
     "apps/checkpoints": 11,
-    "apps/checkpoints/formats": 14,  # one file for each format or its settings
+    "apps/checkpoints/formats": 16,  # one file for each format or its settings
 }
 DIRECTORIES = [
     *ROOMS,

@@ -58,10 +58,8 @@ MATHEMATICS = (
     "scale_logits",
     "label_smoothing_kind",
 )
-SWITCHED = (  # boolean fields
-    *("final_norm", "embedding_norm", "skip_first_self_attention"),
-    *("scale_embedding", "scale_scores", "scale_logits"),
-)
+SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
+SWITCHED_IN_T5 = ("scale_scores", "scale_logits")  # for other models, the bug catalog contains these changes
 Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps a pattern in a parameter name to the replacement
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 # This edit removes a check from the backward pass. The check would reject a model that contains blocks from an edited
@@ -162,7 +160,8 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
         if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
-    fields += [{name: not getattr(config, name)} for name in SWITCHED]
+    switched = (*SWITCHED, *SWITCHED_IN_T5) if config.position_encoding == "relative" else SWITCHED
+    fields += [{name: not getattr(config, name)} for name in switched]
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
     offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
     fields += [{"position_offset": offset} for offset in offsets]
