@@ -41,7 +41,7 @@ MEANINGS = {  # descriptions of fields whose definitions have no comment
     "d_ff": "width of the hidden layer in the feed-forward network",
     "num_encoder_layers": "number of encoder layers, N in the paper",
     "num_decoder_layers": "number of decoder layers, N in the paper",
-    "position_encoding": "positional encoding: sinusoids as in section 3.5, learned as in Table 3, row E, or a relative bias (T5)",
+    "position_encoding": "positional encoding: sinusoids (section 3.5), learned (Table 3, row E), or relative (T5)",
     "output_bias": "whether the output projection has a bias",
     "activation": "activation function of the feed-forward network, section 3.3",
     "dropout": "dropout rates, as a `DropoutRates`",

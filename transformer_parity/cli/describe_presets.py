@@ -76,7 +76,9 @@ def differences(preset: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(TransformerConfig):
         ours, theirs = getattr(base, field.name), getattr(other, field.name)
-        if field.name in ("d_k", "d_v") and theirs == other.d_model // other.num_heads:
+        if field.name in ("d_k", "d_v"):
+            if theirs != other.d_model / other.num_heads:
+                found[field.name] = theirs
             continue
         if field.name == "dropout":
             rates = {

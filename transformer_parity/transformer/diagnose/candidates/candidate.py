@@ -59,7 +59,7 @@ MATHEMATICS = (
     "label_smoothing_kind",
 )
 SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
-SWITCHED_IN_T5 = ("scale_scores", "scale_logits")  # for other models, the bug catalog contains these changes
+SWITCHED_IN_T5 = ("scale_scores", "scale_logits")  # boolean fields that only candidates for T5 change
 Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps a pattern in a parameter name to the replacement
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 # This edit removes a check from the backward pass. The check would reject a model that contains blocks from an edited
@@ -174,7 +174,9 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
             for name, value in wanted.items()
             if value != getattr(config, name) and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
         }
-        if len(entry) > 1:
+        if len(entry) > 1 and all(
+            entry != bug.config for bug in named
+        ):  # mT5 and ByT5 differ from T5 v1.1 only in sizes
             named.append(Bug(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
     return named
 
