@@ -59,7 +59,7 @@ def check_placement(dtype: Any, device: Any) -> None:
 
 def check_float64(dtype: str) -> None:
     """Raise a RuntimeError if the dtype is float64 and JAX would replace it with float32."""
-    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined, unused-ignore]
         raise RuntimeError("float64 is disabled in JAX; call jax.config.update('jax_enable_x64', True)")
 
 
@@ -85,7 +85,7 @@ def to_device(device: Any) -> jax.Device | None:
         RuntimeError: If the device is not visible.
     """
     if device is None:
-        return jax.config.jax_default_device  # type: ignore[attr-defined]
+        return jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
     if isinstance(device, jax.Device):
         return device
     check_choice("device", device, DEVICES)
@@ -212,8 +212,8 @@ def describe() -> dict[str, str]:
         "version": f"{jax.__version__}, flax {flax.__version__}",
         "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",
         "threads": str(os.cpu_count()),  # XLA uses all cores
-        "matmuls": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
-        "float64": "on" if jax.config.jax_enable_x64 else "off",  # type: ignore[attr-defined]
+        "matmuls": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined, unused-ignore]
+        "float64": "on" if jax.config.jax_enable_x64 else "off",  # type: ignore[attr-defined, unused-ignore]
     }
 
 

@@ -173,7 +173,7 @@ class BatchShard:
         """
         if self.mesh is None:
             return
-        found = [None] * dist.get_world_size()
+        found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
         if different := [rank for rank, each in enumerate(found) if each != found[0]]:
             raise ValueError(f"all processes must have the same {what}: process {different[0]} differs")
