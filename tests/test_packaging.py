@@ -13,12 +13,16 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from imports import BASE, PROGRAM, ROOT
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import transformer_spec
@@ -111,16 +115,29 @@ def test_port_can_be_defined_without_the_command_line_libraries():
 
 # --- The pins ---
 
+LOADER = SourceFileLoader("newest", str(ROOT / ".ci" / "newest"))
+newest = module_from_spec(spec_from_loader("newest", LOADER))
+LOADER.exec_module(newest)
+TESTED = ("3.11", "3.13")  # Python versions with a constraints file
+PYTHON = "3.11" if sys.version_info < (3, 12) else "3.13"  # the file for the packages that are installed here
 LINUX = {**default_environment(), "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux"}
-LINUX |= {"platform_machine": "x86_64", "python_version": "3.11", "python_full_version": "3.11.7"}
-GPU = ("nvidia-", "cuda-", "triton")  # packages that only GPUs require
+LINUX |= {"platform_machine": "x86_64"}
+
+
+def pinned(python: str) -> dict[str, str]:
+    return newest.parse((ROOT / newest.constraints_file(python)).read_text("utf-8"))
+
+
+def environment(python: str) -> dict[str, str]:
+    return {**LINUX, "python_version": python, "python_full_version": f"{python}.0"}
 
 
 def brought_along(requirements: list[str], extra: str, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Add all transitive dependencies that are installed, with their extras, for Python 3.11 on Linux."""
+    """Add all transitive dependencies that are installed, with their extras, for this Python on Linux."""
     for requirement in map(Requirement, requirements):
         name = canonicalize_name(requirement.name)
-        if name.startswith(GPU) or (requirement.marker and not requirement.marker.evaluate({**LINUX, "extra": extra})):
+        marker = requirement.marker
+        if name.startswith(newest.GPU) or (marker and not marker.evaluate({**environment(PYTHON), "extra": extra})):
             continue
         for asked in {("", name), *((further, name) for further in requirement.extras)} - found:
             found.add(asked)
@@ -138,21 +155,89 @@ def required(extra: str, name: str) -> tuple[list[str], str]:
 
 
 def test_all_transitive_dependencies_are_pinned():
-    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    pins = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line) for line in lines if not line.startswith("#")]
-    assert all(pins)
-    names = [pin[1] for pin in pins]
-    assert names == sorted(set(names))
     needed = {name for _, name in brought_along(["transformer-parity[dev]"], "", set())} - {PROJECT["name"]}
     assert {"numpy", "jaxlib", "markupsafe", "setuptools"} <= needed
-    assert needed - set(names) == set()
-    assert not any(name.startswith((*GPU, "transformer-parity")) for name in names)
+    assert needed - pinned(PYTHON).keys() == set()
+
+
+@pytest.mark.parametrize("python", TESTED)
+def test_constraints_file_has_the_form_that_the_script_writes(python):
+    text = (ROOT / newest.constraints_file(python)).read_text("utf-8")
+    versions = pinned(python)
+    header, _, rest = text.partition("absl-py==")
+    expected = re.escape(newest.HEADER).replace(r"\{minor\}", re.escape(python))
+    expected = expected.replace(r"\{python\}", rf"{re.escape(python)}\.\d+").replace(r"\{system\}", r"Linux \w+")
+    assert re.fullmatch(expected, header)
+    assert f"absl-py=={rest}" == "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in versions.values())
+    assert versions == newest.pins([{"name": name, "version": version} for name, version in versions.items()])
+
+
+@pytest.mark.parametrize("python", TESTED)
+def test_pinned_versions_satisfy_pyproject(python):
+    """Every requirement of the base installation and of all extras is pinned to a version that it allows."""
+    versions = pinned(python)
+    assert SpecifierSet(PROJECT["requires-python"]).contains(python)
+    requirements = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    checked = 0
+    for requirement in map(Requirement, requirements):
+        applies = requirement.marker is None or requirement.marker.evaluate(environment(python))
+        if applies and requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+            checked += 1
+    assert checked > 40
+
+
+def test_names_and_versions_are_normalized_and_own_and_gpu_packages_are_not_pinned():
+    names = ("Jinja2", "torch", "ml_dtypes", "pip", "transformer-parity", "nvidia-cublas", "cuda-toolkit", "triton")
+    listed = [{"name": name, "version": "2.13.0+cpu"} for name in names]
+    assert newest.pins(listed) == dict.fromkeys(("jinja2", "ml-dtypes", "torch"), "2.13.0")
+
+
+def test_newest_runs_the_commands_of_the_readme_without_constraints():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    commands = newest.commands(readme)
+    assert [command.replace("-c constraints.txt ", "") for command in commands] == commands
+    assert commands[0] == "python3 -m venv .venv"
+    assert commands[2] == ".venv/bin/parity check"
+    assert commands[-1] == ".venv/bin/pytest"
+    assert all(command in readme.replace("-c constraints.txt ", "") for command in commands)
+
+
+def test_newest_runs_later_commands_unless_an_installation_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(newest, "ENVIRONMENT", tmp_path)
+    assert newest.run_all(["python3 -c 'print(1)'", "true install", "true"], sys.executable)
+    assert (tmp_path / "1.log").read_text() == "1\n"
+    capsys.readouterr()
+    assert not newest.run_all(["echo broken && exit 3", "true"], sys.executable)
+    assert re.search(r"FAILED \(exit code 3\)\n\s+broken\n.*\n  true .*passed\n$", capsys.readouterr().out, re.DOTALL)
+    assert not newest.run_all(["false install", "true"], sys.executable)
+    assert capsys.readouterr().out.endswith("  The remaining commands require this installation.\n")
+
+
+def test_newest_lists_packages_that_were_updated_added_or_removed(capsys):
+    newest.print_differences({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "1"}, ROOT / "constraints.txt")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "3 of 3 versions differ from constraints.txt:"
+    assert [line.split() for line in lines[3:]] == [
+        ["package", "pinned", "newest"],
+        ["b", "1", "2"],
+        ["c", "1", "-"],
+        ["d", "-", "1"],
+    ]
+
+
+def test_newest_rejects_a_missing_interpreter(capsys):
+    with pytest.raises(SystemExit):
+        newest.main(["--python", "no-such-python"])
+    assert "--python must be an installed Python interpreter: got no-such-python" in capsys.readouterr().err
 
 
 # --- Distributions ---
 
 DIRECTORIES = (*PROGRAM, "tests", "docs", "benchmarks", ".ci")
-FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
+FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "setup.py")
+FILES += ("constraints.txt", "constraints-3.13.txt")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 

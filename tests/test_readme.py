@@ -146,6 +146,34 @@ def test_ci_runs_the_two_blocks_of_setup_commands():
         assert printed == expected
 
 
+@pytest.mark.parametrize(
+    ("day", "installed", "expected"),
+    [
+        (0, ("3.13.0", "3.13.11", "3.13.2", "3.14.1"), "3.13.11 constraints-3.13.txt"),
+        (0, ("3.12.1",), "none constraints.txt"),
+        (1, ("3.13.0",), "none constraints.txt"),
+        (2, ("3.13.0",), "none constraints.txt"),
+        (3, ("3.13.0",), "3.13.0 constraints-3.13.txt"),
+    ],
+)
+def test_ci_uses_python_3_13_every_third_day(tmp_path, day, installed, expected):
+    for version in installed:
+        (tmp_path / "versions" / version / "bin").mkdir(parents=True)
+    script = (ROOT / ".ci" / "run").read_text()
+    selection = re.search(r"^python=.*?^fi$", script, re.MULTILINE | re.DOTALL)[0]
+    code = f"day={day}\n{selection}\n[[ $PATH =~ versions/([0-9.]+)/bin ]] && echo ${{BASH_REMATCH[1]}} || echo none"
+    environment = {"PATH": "/usr/bin:/bin", "PYENV_ROOT": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{code}\necho $constraints"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert " ".join(done.stdout.split()) == expected
+    assert "command=${command//constraints.txt/$constraints}" in script
+
+
 # --- Figures ---
 
 
