@@ -60,6 +60,10 @@ from numpy import ndarray
 
 from transformer_spec import PRESETS, TransformerConfig, init_weights
 
+# Triton 3.8, which PyTorch's CUDA build imports, crashes the process if it is imported after TensorFlow 2.21.
+with suppress(ImportError):
+    importlib.import_module("triton")
+
 # Otherwise, each of hundreds of child processes would recompile the packages.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
