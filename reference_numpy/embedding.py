@@ -6,6 +6,7 @@ Axes: B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -173,7 +174,7 @@ class NoPosition:
         return np.zeros((length, self.d_model))
 
 
-POSITIONS = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
+POSITIONS: dict[str, Any] = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition, "relative": NoPosition}
 
 
 class OutputProjection:

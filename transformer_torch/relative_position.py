@@ -39,7 +39,7 @@ def relative_position_bucket(
         num_buckets //= 2
         first, n = num_buckets * (distance > 0), distance.abs()
     else:
-        first, n = 0, (-distance).clamp(min=0)
+        first, n = torch.zeros_like(distance), (-distance).clamp(min=0)
     m = num_buckets // 2
     growth = (n.clamp(min=m).double() / m).log() / math.log(max_distance / m)  # 0 at distance m, 1 at max_distance
     far = (m + (growth * (num_buckets - m) + ROUNDING).long()).clamp(max=num_buckets - 1)
