@@ -35,7 +35,7 @@ examples:
 The page is a single file that works offline. The left side lists all taps (named intermediate values) in the order of
 computation, with each port's error on a logarithmic scale and the tolerance. "introduced here" marks the taps at
 which a difference starts; later taps only inherit it. The right side shows the reference, the port, and the difference.
-Attention scores, attention weights, the first tap over tolerance, and that tap's inputs are shown in full. For all
+Attention scores, weights, and biases, the first tap over tolerance, and that tap's inputs are shown in full. For all
 other taps, the page shows the norm at each position.
 
 keys on the page: F first tap over tolerance, W largest difference, N/P next or previous tap, H next head, B next port,

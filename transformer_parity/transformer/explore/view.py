@@ -18,7 +18,11 @@ from transformer_parity.engine.report.buffer import Buffer
 from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
-ATTENTION = ("scores", "weights")
+ATTENTION = (
+    ".scores",
+    ".weights",
+    "relative_bias.output",
+)  # ends of the names of taps with one value per query and key
 # Maximum total number of attention scores and weights on a page. For a sentence pair with
 # 20 source tokens and 20 target tokens, the base model computes fewer scores and weights, so all tokens are shown.
 MOST_WEIGHTS = 150_000
@@ -82,7 +86,7 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 
     If the sentence is too long, show only the positions around the largest difference.
     """
-    heads = [value.shape[1] for name, value in recording.expected.items() if name.rpartition(".")[2] in ATTENTION]
+    heads = [value.shape[1] for name, value in recording.expected.items() if name.endswith(ATTENTION)]
     most = max(8, math.isqrt(MOST_WEIGHTS // max(sum(heads), 1)))
     windows, notes = {}, []
     for side in SIDES:
@@ -106,9 +110,14 @@ def _worst(recording: Recording, row: int, side: str) -> int:
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:
-            apart = np.nan_to_num(np.abs(port.actual[name][row] - recording.expected[name][row]), nan=np.inf)
+            apart = np.nan_to_num(np.abs(_row(port.actual[name] - recording.expected[name], row)), nan=np.inf)
             return int(np.moveaxis(apart, -2, 0).reshape(apart.shape[-2], -1).max(1).argmax())
     return 0
+
+
+def _row(value: ndarray, row: int) -> ndarray:
+    """Return the values of one sentence. All sentences share a relative position bias, which has only one row."""
+    return value[min(row, len(value) - 1)]
 
 
 class _Tap:
@@ -116,7 +125,7 @@ class _Tap:
 
     def __init__(self, name: str, recording: Recording, row: int) -> None:
         self.name, self.recording, self.row = name, recording, row
-        self.is_attention = name.rpartition(".")[2] in ATTENTION
+        self.is_attention = name.endswith(ATTENTION)
         of_interest = {*recording.feeds, *(feed for feeds in recording.feeds.values() for feed in feeds)}
         self.is_full = self.is_attention or name in of_interest
 
@@ -144,7 +153,7 @@ class _Tap:
 
     def _cut(self, value: ndarray, windows: Mapping[str, slice]) -> ndarray:
         """Return the values of all heads [N, L, n] for the sentence and the positions to show."""
-        value = value[self.row]
+        value = _row(value, self.row)
         value = value.reshape(-1, *value.shape[-2:])[:, windows[side_of(self.name)]]
         return value[..., windows[keys_of(self.name)]] if self.is_attention else value
 
