@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -19,8 +20,8 @@ IDS = ("pad_id", "bos_id", "eos_id")
 
 @pytest.mark.parametrize("kind", [TransformerConfig, DropoutRates])
 def test_help_describes_every_field(kind):
-    attributes = kind.__doc__.partition("Attributes:")[2].partition("Raises:")[0]
-    described = re.findall(r"^ {8}(\w+): [A-Z]", attributes, re.MULTILINE)
+    attributes = inspect.getdoc(kind).partition("Attributes:")[2].partition("Raises:")[0]
+    described = re.findall(r"^ {4}(\w+): [A-Z]", attributes, re.MULTILINE)
     assert sorted(described) == sorted(field.name for field in dataclasses.fields(kind))
 
 
