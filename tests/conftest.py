@@ -74,6 +74,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup ignores SIGINT, a
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
 DEVICES = ("cpu", "gpu")
 MARIAN = "PARITY_MARIAN"  # environment variable that names a Python interpreter with pymarian
+TRANSFORMERS_4 = "PARITY_TRANSFORMERS_4"  # environment variable that names a Python interpreter with transformers 4.57
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TINY = {"d_model": 24, "num_heads": 3, "d_ff": 40, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": 29}
 
@@ -325,6 +326,11 @@ def pytest_configure(config):
         config.not_tested.append("NOT TESTED: models quantized by torchao (not installed)")
     if not os.environ.get(MARIAN):
         config.not_tested.append(f"NOT TESTED: Marian itself (set {MARIAN} to a Python interpreter with pymarian)")
+    if not os.environ.get(TRANSFORMERS_4):
+        config.not_tested.append(
+            f"NOT TESTED: Flax and TensorFlow classes (set {TRANSFORMERS_4} to a Python interpreter with "
+            "transformers 4.57)"
+        )
     if config.browser is None:
         config.not_tested.append(
             f"NOT TESTED: HTML reports in a browser (use --browser with one of {', '.join(BROWSERS)})"

@@ -20,6 +20,7 @@ from speeds import compared, fractions_of_peak, goals, kept, translated
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
+from transformers_results import transformers
 
 from transformer_spec import config as configs
 from transformer_spec import training_config
@@ -263,6 +264,8 @@ class Facts(SphinxDirective):
             lines = conformance(of[0])
         elif kind == "marian":
             lines = marian(of[0])
+        elif kind == "transformers":
+            lines = transformers(of[0])
         elif kind in TABLES:
             lines = TABLES[kind]()
         else:
