@@ -64,7 +64,7 @@ SYMBOLS = {
     170: "d_ff",
     190: "V",
     230: "max_length",
-    270: "relative_buckets",
+    30: "relative_buckets",
     11: "H",
     7: "d_k",
     13: "d_v",
@@ -151,7 +151,7 @@ def name_tables() -> Iterator[str]:
         embedding_norm=True,
         position_encoding="learned",
     )
-    relative = config.replace(position_encoding="relative", gated_feed_forward=True, relative_buckets=270)
+    relative = config.replace(position_encoding="relative", gated_feed_forward=True, relative_buckets=30)
     parameters = {**parameter_shapes(config), **parameter_shapes(relative)}
     taps = {**tap_shapes(config, 3, 5, 6), **tap_shapes(relative, 3, 5, 6)}
     for title, shapes in (("Parameters", parameters), ("Taps", taps)):
