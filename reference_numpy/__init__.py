@@ -22,16 +22,18 @@ from reference_numpy.backward import transformer_backward
 from reference_numpy.decoder import DecoderCache, DecoderLayer, DecoderStack
 from reference_numpy.embedding import (
     LearnedPosition,
+    NoPosition,
     OutputProjection,
     SinusoidalPosition,
     TokenEmbedding,
     sinusoidal_encoding,
 )
 from reference_numpy.encoder import EncoderLayer, EncoderStack
-from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.layers import Dropout, LayerNorm, Linear
+from reference_numpy.feed_forward import GatedFeedForward, PositionwiseFeedForward
+from reference_numpy.layers import Dropout, LayerNorm, Linear, RMSNorm
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.parallel import make_mesh, shards
+from reference_numpy.relative_position import RelativePositionBias
 from reference_numpy.runtime import describe, set_precision
 from reference_numpy.search import beam_search, greedy_search, sample, score
 from reference_numpy.training import Trainer, cross_entropy, gradients
@@ -48,14 +50,18 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "EncoderStack",
+    "GatedFeedForward",
     "KeyValueCache",
     "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
     "MultiHeadAttention",
+    "NoPosition",
     "OutputProjection",
     "PositionwiseFeedForward",
+    "RMSNorm",
+    "RelativePositionBias",
     "SinusoidalPosition",
     "TokenEmbedding",
     "Trainer",

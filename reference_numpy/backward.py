@@ -158,7 +158,8 @@ def encoder_backward(
 ) -> Float[ndarray, "B S d_model"]:
     """Return the gradient with respect to the embedded source ``x``."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(encoder.layers)))]
-    dx, dbias = trace.note("output", trace.dropout("output", doutput, encoder.dropout.rate)), _zero_bias(encoder, trace)
+    dx = trace.note("output", trace.dropout("output", doutput, encoder.dropout.rate))
+    dbias = _zero_bias(encoder, trace)
     if encoder.final_norm is not None:
         dx = encoder.final_norm.backward(inputs[-1], dx, trace.within("final_norm").note)
     for i, layer in reversed([*enumerate(encoder.layers)]):
@@ -222,8 +223,8 @@ def decoder_backward(
 ) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
     """Return the gradients with respect to the embedded target ``x`` and to the encoder memory."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(decoder.layers)))]
-    dx, dbias = trace.note("output", trace.dropout("output", doutput, decoder.dropout.rate)), _zero_bias(decoder, trace)
-    dmemory = np.zeros_like(memory)
+    dx = trace.note("output", trace.dropout("output", doutput, decoder.dropout.rate))
+    dbias, dmemory = _zero_bias(decoder, trace), np.zeros_like(memory)
     if decoder.final_norm is not None:
         dx = decoder.final_norm.backward(inputs[-1], dx, trace.within("final_norm").note)
     for i, layer in reversed([*enumerate(decoder.layers)]):

@@ -75,7 +75,10 @@ class LayerInputs(Recorder):
     """
 
     def __init__(self, masks: Mapping[str, Sequence[ndarray]], rng: np.random.Generator | None = None) -> None:
-        super().__init__("*_embedding.*", "*coder.relative_bias.output", "*coder.layers.*.output", "*coder.output")
+        super().__init__(
+            *("*_embedding.*", "*coder.relative_bias.output"),
+            *("*coder.layers.*.output", "*coder.output", "*coder.output_keep"),
+        )
         self.masks = masks
         self.rng = rng
         self.generators: dict[str, np.random.Generator] = {}  # copied generators, keyed by the path of the layer

@@ -82,6 +82,41 @@ def test_checkpointed_gradients_are_the_usual_gradients(port, preset):
         np.testing.assert_allclose(found[1][name], found[0][name], rtol=0, atol=1e-12 * largest, err_msg=name)
 
 
+def test_recomputed_layers_use_the_dropout_of_the_stacks_outputs():
+    """The backward pass of the reference must read the masks of the final dropout, also if it recomputes the layers."""
+    config = tiny_config(
+        "t5", dropout=dict.fromkeys(("embedding", "attention", "residual", "feed_forward", "final"), 0.3)
+    )
+    weights, (source, target, labels) = hard_weights(config), batch(config)
+    found = []
+    for checkpointing in (False, True):
+        model = ref.Transformer.from_weights(config, weights, "float64")
+        trainer = ref.Trainer(model, ref.TrainingConfig(activation_checkpointing=checkpointing, warmup_steps=5), seed=3)
+        trainer.train_step(source, target, labels)
+        found.append(trainer.export_state().first_moment)
+    for name, moment in found[0].items():
+        np.testing.assert_allclose(found[1][name], moment, rtol=0, atol=1e-12 * np.abs(moment).max(), err_msg=name)
+
+
+def test_new_model_has_smaller_queries_if_scores_are_not_scaled(port):
+    """As in T5, so that the scores of a new model are as large as with the division by sqrt(d_k)."""
+    options = {"jax": {"rngs": 0}}.get(port.name, {})
+    largest = []
+    for scale_scores in (True, False):
+        config = tiny_config("t5", d_k=16, scale_scores=scale_scores)
+        weights = port.package.Transformer(config, "float32", **options).export_weights()
+        largest.append(np.abs(weights["decoder.layers.0.self_attention.query_proj.kernel"]).max())
+        shared = np.abs(ref.init_weights(config)["decoder.layers.0.self_attention.query_proj.kernel"]).max()
+        assert largest[-1] == pytest.approx(shared, rel=0.05)
+    assert largest[0] == pytest.approx(4 * largest[1], rel=0.05)
+
+
+@pytest.mark.parametrize("norm_order", ["post", "pre"])
+def test_weights_for_the_check_exist_for_any_norm(norm_order):
+    config = tiny_config(norm_order=norm_order, layer_norm_kind="rms", feed_forward_bias=False)
+    assert hard_weights(config).keys() == ref.parameter_shapes(config).keys()
+
+
 def batch(config):
     rng = np.random.default_rng(3)
     source, labels = rng.integers(3, 37, (3, 9)), rng.integers(3, 37, (3, 7))

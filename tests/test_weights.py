@@ -130,7 +130,7 @@ def test_tied_embeddings_stay_tied_through_training(port, convention):
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     model = port.package.Transformer.from_weights(config, weights, dtype="float64")
-    assert (model.source_embedding is model.target_embedding) == (config.tie_embeddings == "all")
+    assert (model.source_embedding is model.target_embedding) == config.shares_embedding
     assert step(port, model) == len(parameter_shapes(config))
     trained = model.export_weights()
     for name, array in trained.items():

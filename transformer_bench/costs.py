@@ -112,13 +112,14 @@ def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
     source, target = shard.rows * shard.source, shard.rows * shard.target
     for _ in range(config.num_encoder_layers):
         yield 2 * source  # the outputs of attention and the feed-forward network
-        yield 4 * source  # the input gradients of the query, key, value, and inner projections
+        # The input gradients of the query, key, value, and inner projections, and of the gate if there is one.
+        yield (4 + config.gated_feed_forward) * source
     for layer in range(config.num_decoder_layers):
         attentions = 1 + config.has_self_attention(layer)
         yield (attentions + 1) * target
         # The input gradients of five projections: the query, key, and value projections in self-attention, the query
-        # projection in cross-attention, and the inner projection of the feed-forward network.
-        yield (3 * (attentions - 1) + 2) * target
+        # projection in cross-attention, and the inner projection of the feed-forward network. A gate has one more.
+        yield (3 * (attentions - 1) + 2 + config.gated_feed_forward) * target
         yield 2 * source  # the input gradients of key and value in cross-attention
 
 

@@ -12,16 +12,18 @@ from transformer_jax.attention import (
 from transformer_jax.decoder import DecoderCache, DecoderLayer, DecoderStack
 from transformer_jax.embedding import (
     LearnedPosition,
+    NoPosition,
     OutputProjection,
     SinusoidalPosition,
     TokenEmbedding,
     sinusoidal_encoding,
 )
 from transformer_jax.encoder import EncoderLayer, EncoderStack
-from transformer_jax.feed_forward import PositionwiseFeedForward
-from transformer_jax.layers import Dropout, LayerNorm, Linear
+from transformer_jax.feed_forward import GatedFeedForward, PositionwiseFeedForward
+from transformer_jax.layers import Dropout, LayerNorm, Linear, RMSNorm
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.parallel import make_mesh, shards
+from transformer_jax.relative_position import RelativePositionBias
 from transformer_jax.runtime import describe, set_precision
 from transformer_jax.search import beam_search, greedy_search, sample, score
 from transformer_jax.training import Trainer, cross_entropy, gradients
@@ -38,14 +40,18 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "EncoderStack",
+    "GatedFeedForward",
     "KeyValueCache",
     "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
     "MultiHeadAttention",
+    "NoPosition",
     "OutputProjection",
     "PositionwiseFeedForward",
+    "RMSNorm",
+    "RelativePositionBias",
     "SinusoidalPosition",
     "TokenEmbedding",
     "Trainer",

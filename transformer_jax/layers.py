@@ -42,7 +42,9 @@ def masked_softmax(
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
 
 
-def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: nnx.Rngs) -> nnx.Linear:  # noqa: N802
+def Linear(  # noqa: N802  the name of a layer
+    d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", gain: float = 1.0, rngs: nnx.Rngs
+) -> nnx.Linear:
     """Return an ``nnx.Linear``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
 
     Args:
@@ -50,9 +52,11 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: n
         d_out: Size of the last axis of the output.
         bias: Whether to add a bias.
         dtype: Name of the dtype of the parameters, such as ``float32``.
+        gain: Factor of the initial values of the matrix.
         rngs: Flax random state for the initial values.
     """
-    xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal distribution
+    # NNX's default is a truncated normal distribution.
+    xavier = nnx.initializers.variance_scaling(gain**2, "fan_avg", "uniform")
     return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
 
 

@@ -120,7 +120,7 @@ class TransformerConfig:
             matrices, ``target_output`` uses one matrix for the target embedding and the output projection,
             ``source_target`` uses one matrix for both embeddings, and ``all`` uses one matrix for all three.
         attention_bias: Whether to add biases to the four projections of each attention layer.
-        feed_forward_bias: Whether to add biases to the two projections of each feed-forward network.
+        feed_forward_bias: Whether to add biases to the projections of each feed-forward network.
         output_bias: Whether to add a bias to the logits.
         activation: Activation function of the feed-forward networks: ``relu``, ``gelu``, ``gelu_tanh``, or ``swish``.
         dropout: Dropout rates, as ``DropoutRates`` or a dict of its fields.
@@ -139,8 +139,9 @@ class TransformerConfig:
         decoder_d_ff: Inner size of the decoder's feed-forward networks. If None, ``d_ff`` is used.
         skip_first_self_attention: Whether to omit the self-attention of the first decoder layer.
         relative_buckets: Number of buckets of distances if ``position_encoding`` is ``relative``. Distances in the same
-            bucket have the same bias. The encoder uses half of the buckets for keys after the query.
-        relative_max_distance: Distance in tokens from which on all keys are in the last bucket.
+            bucket have the same bias. The encoder uses half of the buckets for keys after the query. The decoder uses
+            all buckets for the query's own position and for keys before the query.
+        relative_max_distance: All keys at this distance in tokens or farther are in the last bucket.
         gated_feed_forward: Whether to multiply the inner activations of feed-forward networks by a linear projection.
         scale_scores: Whether to divide the scores by sqrt(d_k), as in equation (1).
         scale_logits: Whether to divide the decoder's output by sqrt(d_model) before the output projection.

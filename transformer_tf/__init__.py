@@ -13,16 +13,18 @@ from transformer_tf.attention import (
 from transformer_tf.decoder import DecoderCache, DecoderLayer, DecoderStack
 from transformer_tf.embedding import (
     LearnedPosition,
+    NoPosition,
     OutputProjection,
     SinusoidalPosition,
     TokenEmbedding,
     sinusoidal_encoding,
 )
 from transformer_tf.encoder import EncoderLayer, EncoderStack
-from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Dropout, LayerNorm, Linear
+from transformer_tf.feed_forward import GatedFeedForward, PositionwiseFeedForward
+from transformer_tf.layers import Dropout, LayerNorm, Linear, RMSNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.parallel import make_mesh, shards
+from transformer_tf.relative_position import RelativePositionBias
 from transformer_tf.runtime import describe, set_precision
 from transformer_tf.search import beam_search, greedy_search, sample, score
 from transformer_tf.training import CrossEntropy, Trainer, cross_entropy, gradients
@@ -39,14 +41,18 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "EncoderStack",
+    "GatedFeedForward",
     "KeyValueCache",
     "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
     "MultiHeadAttention",
+    "NoPosition",
     "OutputProjection",
     "PositionwiseFeedForward",
+    "RMSNorm",
+    "RelativePositionBias",
     "SinusoidalPosition",
     "TokenEmbedding",
     "Trainer",

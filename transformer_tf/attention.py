@@ -191,8 +191,9 @@ class MultiHeadAttention(Block):
         self.scale_scores = config.scale_scores
         bias = config.attention_bias
         d_k, d_v = config.num_heads * config.d_k, config.num_heads * config.d_v  # total width of all heads
+        gain = 1.0 if config.scale_scores else config.d_k**-0.5  # scores start at the same scale in T5
         with keras.name_scope(self.name):
-            self.query_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="query")
+            self.query_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, gain=gain, name="query")
             self.key_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="key")
             self.value_proj = Linear(config.d_model, d_v, bias=bias, dtype=dtype, name="value")
             self.output_proj = Linear(d_v, config.d_model, bias=bias, dtype=dtype, name="output")

@@ -256,7 +256,7 @@ class DecoderStack(Block):
             x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past, bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x))
 
     def _bias(self, queries, keys, tap):
         """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""

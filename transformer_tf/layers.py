@@ -74,7 +74,9 @@ def masked_softmax(
     return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
 
 
-def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: Any) -> keras.layers.Dense:  # noqa: N802
+def Linear(  # noqa: N802  the name of a layer
+    d_in: int, d_out: int, *, bias: bool, dtype: Any = None, gain: float = 1.0, **kwargs: Any
+) -> keras.layers.Dense:
     """Return a ``keras.layers.Dense``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
 
     Args:
@@ -82,9 +84,10 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: An
         d_out: Size of the last axis of the output.
         bias: Whether to add a bias.
         dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
+        gain: Factor of the initial values of the matrix.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
-    xavier = initial("glorot_uniform")
+    xavier = initial(keras.initializers.VarianceScaling(gain**2, "fan_avg", "uniform"))
     layer = keras.layers.Dense(d_out, use_bias=bias, kernel_initializer=xavier, dtype=dtype, **kwargs)
     layer.build((None, d_in))
     return layer

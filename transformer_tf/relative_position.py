@@ -26,14 +26,14 @@ def relative_position_bucket(
 ) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance, computed in float64.
 
-    Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
-    the other buckets grows exponentially: distance n is in bucket
+    The distances 0, 1, ..., m - 1 have their own buckets, where m is half of the number of buckets per direction. The
+    width of the other buckets grows exponentially: distance n is in bucket
     ``m + floor((num_buckets - m) log(n / m) / log(max_distance / m))``, or in the last bucket if this number is larger.
 
     Args:
         distance: Position of the key minus position of the query.
-        num_buckets: Number of buckets.
-        max_distance: Distance from which on all keys are in the last bucket.
+        num_buckets: Number of buckets. If ``bidirectional`` is True, each direction has half of them.
+        max_distance: All keys at this distance or farther are in the last bucket.
         bidirectional: If True, keys after the query have their own half of the buckets. If False, they are in the
             bucket of distance 0, because a mask excludes them.
     """

@@ -13,16 +13,18 @@ from transformer_torch.attention import (
 from transformer_torch.decoder import DecoderCache, DecoderLayer, DecoderStack
 from transformer_torch.embedding import (
     LearnedPosition,
+    NoPosition,
     OutputProjection,
     SinusoidalPosition,
     TokenEmbedding,
     sinusoidal_encoding,
 )
 from transformer_torch.encoder import EncoderLayer, EncoderStack
-from transformer_torch.feed_forward import PositionwiseFeedForward
-from transformer_torch.layers import Dropout, LayerNorm, Linear
+from transformer_torch.feed_forward import GatedFeedForward, PositionwiseFeedForward
+from transformer_torch.layers import Dropout, LayerNorm, Linear, RMSNorm
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.parallel import make_mesh, shards
+from transformer_torch.relative_position import RelativePositionBias
 from transformer_torch.runtime import describe, set_precision
 from transformer_torch.search import beam_search, greedy_search, sample, score
 from transformer_torch.training import Trainer, cross_entropy, gradients
@@ -38,14 +40,18 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "EncoderStack",
+    "GatedFeedForward",
     "KeyValueCache",
     "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
     "MultiHeadAttention",
+    "NoPosition",
     "OutputProjection",
     "PositionwiseFeedForward",
+    "RMSNorm",
+    "RelativePositionBias",
     "SinusoidalPosition",
     "TokenEmbedding",
     "Trainer",

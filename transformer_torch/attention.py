@@ -175,7 +175,8 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = config.num_heads
         self.scale_scores = config.scale_scores
         bias = config.attention_bias
-        self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
+        gain = 1.0 if config.scale_scores else config.d_k**-0.5  # scores start at the same scale in T5
+        self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype, gain=gain)
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)

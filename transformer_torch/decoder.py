@@ -246,7 +246,7 @@ class DecoderStack(nn.Module):
         cache.length = end
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return tap("output", x)
+        return self.dropout(tap("output", x))
 
     def _bias(self, queries, keys, tap):
         """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""

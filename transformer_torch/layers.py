@@ -94,7 +94,13 @@ def masked_softmax(
 
 
 def Linear(  # noqa: N802  the name of a layer
-    d_in: int, d_out: int, *, bias: bool, dtype: torch.dtype | str = "float32", device: torch.device | str | None = None
+    d_in: int,
+    d_out: int,
+    *,
+    bias: bool,
+    dtype: torch.dtype | str = "float32",
+    device: torch.device | str | None = None,
+    gain: float = 1.0,
 ) -> nn.Linear:
     """Return an ``nn.Linear``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
 
@@ -104,8 +110,11 @@ def Linear(  # noqa: N802  the name of a layer
         bias: Whether to add a bias.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
         device: Device of the parameters. If None, PyTorch's default device is used.
+        gain: Factor of the initial values of the matrix.
     """
-    return initialize(nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device))
+    linear = nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device)
+    vars(linear)["gain"] = gain  # for a later call of initialize
+    return initialize(linear)
 
 
 def initialize(linear: nn.Linear) -> nn.Linear:
@@ -113,7 +122,7 @@ def initialize(linear: nn.Linear) -> nn.Linear:
 
     PyTorch's default ranges are narrower.
     """
-    nn.init.xavier_uniform_(linear.weight)
+    nn.init.xavier_uniform_(linear.weight, vars(linear).get("gain", 1.0))
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
     return linear

@@ -24,14 +24,14 @@ def relative_position_bucket(
 ) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance.
 
-    Each of the distances 0, 1, ..., m - 1 has its own bucket, where m is half of the number of buckets. The width of
-    the other buckets grows exponentially: distance n is in bucket
+    The distances 0, 1, ..., m - 1 have their own buckets, where m is half of the number of buckets per direction. The
+    width of the other buckets grows exponentially: distance n is in bucket
     ``m + floor((num_buckets - m) log(n / m) / log(max_distance / m))``, or in the last bucket if this number is larger.
 
     Args:
         distance: Position of the key minus position of the query.
-        num_buckets: Number of buckets.
-        max_distance: Distance from which on all keys are in the last bucket.
+        num_buckets: Number of buckets. If ``bidirectional`` is True, each direction has half of them.
+        max_distance: All keys at this distance or farther are in the last bucket.
         bidirectional: If True, keys after the query have their own half of the buckets. If False, they are in the
             bucket of distance 0, because a mask excludes them.
     """
@@ -65,9 +65,8 @@ class RelativePositionBias(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the biases from a normal distribution with standard deviation 1 / sqrt(d_model)."""
-        if (
-            not self.weight.is_meta
-        ):  # on the meta device, ``normal_`` would import SymPy without initializing any values
+        # On the meta device, ``normal_`` would import SymPy without initializing any values.
+        if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, distance: Int[Tensor, "L M"]) -> Float[Tensor, "1 H L M"]:

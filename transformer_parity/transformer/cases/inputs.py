@@ -101,11 +101,10 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     shrunk_at = ("encoder.layers.0.self_attention", f"decoder.layers.{config.num_decoder_layers - 1}.cross_attention")
     for block in shrunk_at if config.norm_order == "post" else ():
         layer = block.rpartition(".")[0]
-        shrunk = [f"{block}_norm.scale", f"{block}_norm.bias", f"{layer}.feed_forward.output_proj.kernel"]
-        if config.feed_forward_bias:
-            shrunk.append(f"{layer}.feed_forward.output_proj.bias")
-        for name in shrunk:
-            weights[name] = TINY * weights[name]
+        output_proj = f"{layer}.feed_forward.output_proj"
+        for name in (f"{block}_norm.scale", f"{block}_norm.bias", f"{output_proj}.kernel", f"{output_proj}.bias"):
+            if name in weights:  # depending on the config, there are no biases
+                weights[name] = TINY * weights[name]
         weights[f"{layer}.feed_forward.inner_proj.kernel"] = weights[f"{layer}.feed_forward.inner_proj.kernel"] / TINY
     return {name: array.astype(np.float32) for name, array in weights.items()}
 

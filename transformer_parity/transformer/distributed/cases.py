@@ -118,7 +118,12 @@ def probes() -> dict[str, Probe]:
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
         Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
-        Probe("T5", config(preset="t5_v1_1", **relative), TrainingConfig(**settings, **sliced), steps=2),
+        Probe(
+            "T5",
+            config(preset="t5_v1_1", **relative, dropout={**drops, "final": 0.1}),
+            TrainingConfig(**settings, **sliced),
+            steps=2,
+        ),
         Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
         Probe("shallow", shallow, TrainingConfig(**settings), steps=2),
         Probe("shallow dropout", shallow.replace(dropout=DropoutRates(**drops)), TrainingConfig(**settings), steps=2),

@@ -18,11 +18,8 @@ from transformer_parity.engine.report.buffer import Buffer
 from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
-ATTENTION = (
-    ".scores",
-    ".weights",
-    "relative_bias.output",
-)  # ends of the names of taps with one value per query and key
+# Ends of the names of taps that have one value per query and key.
+ATTENTION = (".scores", ".weights", "relative_bias.output")
 # Maximum total number of attention scores and weights on a page. For a sentence pair with
 # 20 source tokens and 20 target tokens, the base model computes fewer scores and weights, so all tokens are shown.
 MOST_WEIGHTS = 150_000

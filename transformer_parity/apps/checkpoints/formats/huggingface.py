@@ -299,10 +299,14 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     kinds = {array.dtype.name for array in found.values()}
     fields["dtype"] = kinds.pop() if len(kinds) == 1 else "float32"
     generation, notes = write_search(model.search, config)
-    rates = dataclasses.asdict(config.dropout)
-    sites, kinds_of = (rates, "all kinds of") if family in T5_FAMILIES else (("embedding",), "embedding and residual")
-    if any(rates[site] != config.dropout.residual for site in sites):
-        notes.append(f"transformers uses one rate for {kinds_of} dropout, so the residual rate is written")
+    rates = config.dropout
+    if family in T5_FAMILIES:
+        if len({*dataclasses.astuple(rates)}) > 1:
+            notes.append("transformers uses one rate for all kinds of dropout, so the residual rate is written")
+    elif rates.embedding != rates.residual:
+        notes.append("transformers uses one rate for embedding and residual dropout, so the residual rate is written")
+    if family not in T5_FAMILIES and rates.final:
+        notes.append(f"{family} has no dropout after the stacks, so the rate dropout.final is not written")
     if config.scale_logits and not config.ties_output:
         notes.append("transformers 4 computes different logits for this model; load it with transformers 5")
     directory.mkdir(parents=True, exist_ok=True)

@@ -174,9 +174,8 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
             for name, value in wanted.items()
             if value != getattr(config, name) and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
         }
-        if len(entry) > 1 and all(
-            entry != bug.config for bug in named
-        ):  # mT5 and ByT5 differ from T5 v1.1 only in sizes
+        # Presets that differ only in sizes, such as T5 v1.1, mT5, and ByT5, have the same conventions.
+        if len(entry) > 1 and all(entry != bug.config for bug in named):
             named.append(Bug(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
     return named
 

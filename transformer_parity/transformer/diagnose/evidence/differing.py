@@ -18,7 +18,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.closeness import best_factor, factor_in_words
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
-PROJECTIONS = ("query", "key", "value", "inner", "output")
+PROJECTIONS = ("query", "key", "value", "gate", "inner", "output")
 KINDS = {  # maps a kind of parameter to a pattern for the end of a parameter's name
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",

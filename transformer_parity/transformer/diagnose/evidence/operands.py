@@ -76,7 +76,10 @@ def other_input(
     kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
     if not kernel.ndim or np.shape(isolated[name]) != wanted[name].shape:
         return ""
-    activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
+    is_gated = config.gated_feed_forward and name.endswith(".inner")
+    is_activated = name.endswith(".gate") or (name.endswith(".inner") and not is_gated)
+    activation = ACTIVATIONS[config.activation] if is_activated else lambda x: x
+    factor = wanted.get(f"{name.removesuffix('inner')}gate", np.ones(())) if is_gated else np.ones(())
     actual, right = without_heads(isolated[name]), without_heads(wanted[name])
     wrong = (actual != right).any(-1)  # both tensors contain the reference's values at padding
     if wrong.sum() < 2:
@@ -88,7 +91,7 @@ def other_input(
             continue
         normed = {f"{norm}({other})": _normed(norm, state, weights, config) for norm in norms if other in wanted}
         for words, read in {other: state, **normed}.items():
-            if is_close(activation(read @ kernel + bias)[wrong], actual[wrong]):
+            if is_close((activation(read @ kernel + bias) * factor)[wrong], actual[wrong]):
                 return f"the projection reads {words}"
     return ""
 
