@@ -306,7 +306,7 @@ def test_per_sentence_gradients_match_separate_backward_passes(port):
             torch.testing.assert_close(found[name][row], gradient, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # from torch
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # from torch
 def test_functional_transforms_of_the_parameters_are_supported(port):
     """The IDs aren't arguments of the function, and a transform doesn't allow reading their memory."""
     from torch.func import functional_call, grad, jvp
@@ -350,7 +350,7 @@ def test_exported_program_supports_dynamic_sizes(port, strict):
 
 
 @pytest.mark.extended("framework idioms", "torch")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from torch
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # from torch
 def test_inductor_compiles_the_model_to_one_graph(port):
     model = build(port)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)

@@ -456,7 +456,7 @@ def test_torch_compiled_models_run_without_compilation():
 def test_torch_script_is_refused():
     import torch
 
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         script = torch.jit.trace(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(1))
     with pytest.raises(ValueError, match="pass the original model"), capture.torch(script, Replay()):
         pass
