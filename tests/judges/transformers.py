@@ -127,18 +127,7 @@ def compare(name: str, model: Model, theirs: Any, found: dict[tuple[str, str], A
     row: dict[str, Any] = {"name": name, "title": model.title, "fields": model.shown}
     in_torch = logits_of(theirs, given)[real]
     row["torch"] = {" ".join(key): relative_error(logits, in_torch) for key, logits in judged.items()}
-    if ("tf", "float32") in found:
-        flax, tf = (found[judge, "float32"]["searches"] for judge in ("flax", "tf"))
-        row["judges_equal"] = {
-            search: same(*(ended(one["ids"], theirs.config.eos_token_id) for one in (flax[search], tf[search])))
-            for search in tf
-        }
-    try:
-        imported = import_checkpoint(directory)
-    except ValueError as error:
-        is_expected = bool(model.reason) and model.reason in str(error)
-        said = str(error).partition("cannot be imported: ")[2]
-        return {**row, "verdict": "rejected" if is_expected else "not imported", "detail": said}
+    imported = import_checkpoint(directory)
     ours = Backends(imported, given, PORTS)
     truth = ours.logits("numpy", "float64")
     errors = {backend: relative_error(ours.logits(backend, "float32"), truth) for backend in PORTS}
@@ -207,7 +196,9 @@ def verdict(row: dict[str, Any]) -> str:
     Translations may differ if ``parity`` returns a hypothesis that was cut off at the maximum length.
     """
     is_near = all(error <= row["allowed"][name.split()[1]] for name, error in row["judges"].items())
-    is_near &= all(error <= row["allowed"]["float32"] for error in row["backends"].values())
+    # transformers 5 computes position embeddings and the norms of T5 in float32.
+    in_float32 = (*row["backends"].values(), *row["torch"].values())
+    is_near &= all(error <= row["allowed"]["float32"] for error in in_float32)
     all_equal = all(
         equal + one["cut"] == one["sentences"] for one in row["searches"] for equal in one["equal"].values()
     )
@@ -272,7 +263,7 @@ def main() -> int:
             "models": [by_name[name] for name in MODELS if name in by_name],
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    return int(any(row["verdict"] not in ("agrees", "rejected") for row in rows))
+    return int(any(row["verdict"] != "agrees" for row in rows))
 
 
 if __name__ == "__main__":

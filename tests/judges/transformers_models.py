@@ -40,7 +40,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 CUT = "4 beams, EOS not forced"
 OF_ALL = ("greedy", "4 beams")  # searches for all models
-NO_T5 = "which uses relative positions"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,11 @@ class Model:
         title: Prefix of the model's class names.
         fields: Fields of the config, in addition to the sizes.
         searches: Names of the searches.
-        reason: A part of the message with which ``parity import`` rejects the model. Empty if it accepts the model.
     """
 
     title: str
     fields: dict[str, Any] = field(default_factory=dict)
     searches: tuple[str, ...] = OF_ALL
-    reason: str = ""
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -99,9 +96,9 @@ MODELS = {
     "pegasus": Model("Pegasus", {"scale_embedding": True, "activation_function": "relu"}),
     "pegasus, output not tied": Model("Pegasus", UNTIED),
     "blenderbot": Model("Blenderbot", {"scale_embedding": True}),
-    "t5": Model("T5", {"feed_forward_proj": "relu"}, reason=NO_T5),
-    "t5 v1.1": Model("T5", {"feed_forward_proj": "gated-gelu", **UNTIED}, reason=NO_T5),
-    "mt5": Model("MT5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2, **UNTIED}, reason=NO_T5),
+    "t5": Model("T5", {"feed_forward_proj": "relu"}),
+    "t5 v1.1": Model("T5", {"feed_forward_proj": "gated-gelu", **UNTIED}),
+    "mt5": Model("MT5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2, **UNTIED}),
 }
 SENTENCES, TOKENS = 80, 20  # number of sentences to translate, and maximum number of tokens in a translation
 SEEDS = 30  # number of random models to try; write() keeps the model with the most varied translations
@@ -169,6 +166,8 @@ def draw(theirs: Any, model: Model, seed: int) -> None:
         stack.embed_tokens.weight.copy_(base.shared.weight)
     if model.is_t5:
         theirs.lm_head.weight[theirs.config.eos_token_id] *= 1.0 + 2.0 * (seed % 5)
+        if not model.is_tied:  # without this factor, the float32 errors of scores are up to 3e-5
+            theirs.lm_head.weight.mul_(theirs.config.d_model**-0.5)
     else:
         theirs.final_logits_bias[0, theirs.config.eos_token_id] += 2.0 * (seed % 5)
 
@@ -205,7 +204,11 @@ def variety(found: list[list[int]]) -> int:
 
 
 def write(model: Model, directory: Path) -> tuple[Any, dict[str, Any]]:
-    """Write a model and ``inputs.json`` to a directory. Return the model in float64, and the content of the file."""
+    """Write a model and ``inputs.json`` to a directory.
+
+    Returns:
+        The model that transformers 5 loads from the directory, in float64, and the content of ``inputs.json``.
+    """
     theirs = built(model)
     given, found = inputs_of(theirs.config, model.searches), {}
     for seed in range(SEEDS):
@@ -217,4 +220,4 @@ def write(model: Model, directory: Path) -> tuple[Any, dict[str, Any]]:
     fields["tie_word_embeddings"] = model.is_tied  # transformers 5 writes true for all T5 models
     (directory / "config.json").write_text(json.dumps(fields, indent=2), "utf-8")
     (directory / "inputs.json").write_text(json.dumps(given), "utf-8")
-    return theirs.double(), given
+    return type(theirs).from_pretrained(directory).eval().double(), given
