@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
-        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, no bias is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -236,7 +236,7 @@ class MultiHeadAttention:
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
-            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, no bias is added.
         """
         shape = query.shape
         if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory

@@ -75,7 +75,7 @@ class DecoderLayer:
             rng: Random generator for dropout. If None, dropout is disabled (inference).
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
@@ -91,8 +91,9 @@ class DecoderLayer:
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attention_tap = within(tap, "self_attention")
-                attended = self.self_attention(normed, normed, self_mask, attention_tap, rng, past, bias)
+                attended = self.self_attention(
+                    normed, normed, self_mask, within(tap, "self_attention"), rng, past, bias
+                )
                 x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             attended = self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention"), rng)

@@ -57,7 +57,7 @@ class EncoderLayer:
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             rng: Random generator for dropout. If None, dropout is disabled (inference).
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng, bias=bias)

@@ -237,7 +237,7 @@ def test_command_reports_verdict_and_cases(monkeypatch, capsys, tmp_path):
     command += ["--json", str(tmp_path / "result.json")]
     assert main([*command, "--parallel", "data=2", "--parallel", "fsdp=2,tensor=2"]) == 0
     printed = capsys.readouterr().out
-    assert "AGREE  1 port, 8 cases" in printed
+    assert "AGREE  1 port, 10 cases" in printed
     assert "fsdp=2,tensor=2 " in printed
     result = read_document(tmp_path / "result.json", "check-distributed")["result"]
     assert {row["case"] for row in result["cases"]} >= {"distributed/data=2/resumed"}
@@ -277,7 +277,7 @@ def test_listing_cases_does_not_start_training(monkeypatch):
     monkeypatch.setattr("transformer_parity.transformer.distributed.check.train", None)
     check = DistributedCheck(["torch", "tf"])
     names = [case.name for port in check.checked_ports() for case in port.given]
-    assert len(names) == 6 * 3 + 6
+    assert len(names) == 7 * 3 + 7
     assert "distributed/tensor=2/resumed" in names
 
 

@@ -451,6 +451,7 @@ def test_presets_apply_dropout_at_the_listed_sites():
         "m2m_100": {*paper, "attention"},
         "pegasus": everywhere,
         "keras_hub": {"attention", "residual"},
+        **dict.fromkeys(("t5", "t5_v1_1", "mt5", "byt5"), everywhere),
     }
     for preset in PRESETS:
         rates = TransformerConfig.preset(preset, source_vocab_size=9, target_vocab_size=9).dropout

@@ -16,14 +16,14 @@ from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 
 CASES = {case.name: case for case in standard_cases()}
 MASK_OF_THE_FIRST_BLOCK = {
-    "numpy": ("by_head[rows if by_head.shape[2] > 1 else head]", "by_head[head][:, :, : query[rows].shape[2]]"),
+    "numpy": ("x[rows if x.shape[2] > 1 else head]", "x[head][:, :, : query[rows].shape[2]]"),
     "jax": ("(b, h, i * QUERY_BLOCK, 0)", "(b, h, 0, 0)"),
     "tf": ("[b, h, i * QUERY_BLOCK, 0]", "[b, h, 0, 0]"),
 }
 ONE_ROW_FOR_ALL_QUERIES = {
-    "numpy": ("rows if by_head.shape[2] > 1 else head", "rows"),
-    "jax": ("mask is not None and mask.shape[2] > 1", "mask is not None"),
-    "tf": ("mask is not None and mask.shape[2] > 1", "mask is not None"),
+    "numpy": ("rows if x.shape[2] > 1 else head", "rows"),
+    "jax": ("x if x is None or x.shape[2] == 1 else jnp.pad", "x if x is None else jnp.pad"),
+    "tf": ("x if x is None or x.shape[2] == 1 else tf.pad", "x if x is None else tf.pad"),
 }
 PLACE_AMONG_THE_SORTED = {
     "numpy": ('at[np.argsort(-x[at], kind="stable")[:count]]', 'np.argsort(-x[at], kind="stable")[:count]'),

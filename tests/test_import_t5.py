@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import test_vocabularies
 import torch
-import transformers
 import vocabulary_files
 from imported_models import logits_of, ours
 from t5_checkpoints import FORMS, GATED, T5Form, saved
@@ -37,6 +36,13 @@ LOGITS, GRADIENTS, DIFFERS = 1e-12, 1e-11, 1e-7
 T5, V1_1, MT5, *_ = FORMS
 
 
+def release():
+    """Return the module ``transformers``, which takes seconds to import."""
+    import transformers
+
+    return transformers
+
+
 def theirs_of(model, config):
     """Return the inputs and transformers' logits, and the positions that are not padding."""
     inputs = proof.inputs_of(config)
@@ -44,7 +50,7 @@ def theirs_of(model, config):
 
 
 def error_of(config, weights, model):
-    """Return the error of the reference's logits relative to those of transformers, at non-padding positions."""
+    """Return the error of the reference's logits relative to the logits of transformers, at non-padding positions."""
     inputs, theirs, real = theirs_of(model, config)
     return relative_error(logits_of(config, weights, *inputs.values())[real], theirs[real])
 
@@ -123,7 +129,7 @@ def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, for
     notes = export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "back")
     by_5 = ("transformers 4 computes different logits for this model; load it with transformers 5",)
     assert notes == (by_5 if form.name == "scaled but not tied" else ())
-    model, said = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+    model, said = release().AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "back", output_loading_info=True, dtype=torch.float64
     )
     assert not any(said.values()), said
@@ -226,7 +232,7 @@ def test_flags_and_tensors_are_interpreted_as_by_transformers(tmp_path, name):
         said for said in imported.notes if "tie_word" in said
     ]
     assert any("tie_word" in said for said in imported.notes) == (note is not None)
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    model = release().AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     proof._replace_norms(model)
     assert error_of(imported.config, imported.weights, model) <= LOGITS
 
@@ -369,8 +375,8 @@ def test_commands_translate_the_text_of_transformers(tmp_path, capfd, kind):
     said = capfd.readouterr().out.split("\n")[:-1]
     text = (tmp_path / "lines").read_text("utf-8").splitlines()
     for directory in (tmp_path / "model", tmp_path / "back"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float64)
+        tokenizer = release().AutoTokenizer.from_pretrained(directory)
+        model = release().AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float64)
         found = model.generate(**tokenizer(text, padding=True, return_tensors="pt"), bad_words_ids=[[0]])
         theirs = tokenizer.batch_decode(found, skip_special_tokens=True)
         assert said == [" ".join(line.splitlines()).lstrip(" ") for line in theirs]

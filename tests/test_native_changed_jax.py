@@ -157,11 +157,11 @@ def test_subclass_with_additional_variables_is_not_loaded(port, kind):
 def test_taps_that_are_not_called_have_no_gradient(port):
     """A fused kernel has no attention weights, so their gradient is unknown and not zero."""
 
-    def attend(query, key, value, mask=None, dropout=None, tap=ref.no_tap):
+    def attend(query, key, value, mask=None, dropout=None, tap=ref.no_tap, bias=None):
         return tap("context", port.package.scaled_dot_product_attention(query, key, value, mask))
 
     class Silent(port.package.EncoderLayer):
-        def __call__(self, x, mask=None, tap=ref.no_tap):
+        def __call__(self, x, mask=None, tap=ref.no_tap, bias=None):
             return super().__call__(x, mask)
 
     model = build(port, dropout=NO_DROPOUT)

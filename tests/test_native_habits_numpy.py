@@ -149,7 +149,7 @@ def pickled_trainer():
 
 def layers_replaced():
     model = build()
-    model.encoder.layers[0] = lambda x, mask, tap, rng: x
+    model.encoder.layers[0] = lambda x, mask, tap, rng, bias: x
     assert not np.array_equal(model(SOURCE, TARGET), LOGITS)
 
 

@@ -77,7 +77,7 @@ class DecoderLayer(nnx.Module):
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
@@ -90,8 +90,7 @@ class DecoderLayer(nnx.Module):
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attention_tap = within(tap, "self_attention")
-                attended = self.self_attention(normed, normed, self_mask, attention_tap, past, bias)
+                attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), past, bias)
                 x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention")))

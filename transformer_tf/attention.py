@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
         dropout: Function that applies dropout to the attention weights. If None, no dropout is applied.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
             replaces the intermediate value.
-        bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
+        bias: Numbers that are added to the scores, such as a relative position bias. If None, no bias is added.
 
     Returns:
         The context: one weighted average of the values for each query, in the dtype of ``query``.
@@ -223,7 +223,7 @@ class MultiHeadAttention(Block):
                 ``memory`` to the cache, and attends to all positions in the cache. If None, the method attends only to
                 ``memory``.
             training: If True, dropout is enabled. If None, the mode of the enclosing Keras layer is used.
-            bias: Numbers that are added to the scores, such as a relative position bias. If None, nothing is added.
+            bias: Numbers that are added to the scores, such as a relative position bias. If None, no bias is added.
         """
         mask = attention_mask_for(memory, attention_mask)
         shape = tf.shape(query)

@@ -81,12 +81,11 @@ class DecoderLayer(Block):
                 replaces the intermediate value.
             past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
                 ``x`` contains all positions.
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
-                attention_tap = within(tap, "self_attention")
-                attended = self.self_attention(x, x, self_mask, tap=attention_tap, past=past, bias=bias)
+                attended = self.self_attention(x, x, self_mask, tap=within(tap, "self_attention"), past=past, bias=bias)
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, tap=within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -95,8 +94,9 @@ class DecoderLayer(Block):
         else:
             if self.self_attention and self.self_attention_norm:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-                attention_tap = within(tap, "self_attention")
-                attended = self.self_attention(normed, normed, self_mask, tap=attention_tap, past=past, bias=bias)
+                attended = self.self_attention(
+                    normed, normed, self_mask, tap=within(tap, "self_attention"), past=past, bias=bias
+                )
                 x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=within(tap, "cross_attention")))

@@ -64,7 +64,7 @@ class EncoderLayer(Block):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         mask = attention_mask_for(x, attention_mask, mask)
         if self.norm_order == "post":

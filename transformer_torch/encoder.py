@@ -57,7 +57,7 @@ class EncoderLayer(nn.Module):
             mask: True if a query position may attend to a key position. If None, no mask is applied.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
-            bias: Relative position bias of self-attention. If None, nothing is added to the scores.
+            bias: Relative position bias of self-attention. If None, no bias is added.
         """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"), bias=bias)

@@ -451,12 +451,7 @@ EVERYWHERE = [
     Bug(
         "no causal mask",
         "",
-        {
-            "numpy": [
-                ("decoder", f"self.self_attention({x}, {x}, self_mask,", f"self.self_attention({x}, {x}, {LAST_ROW},")
-                for x in ("x", "normed")
-            ]
-        },
+        {"numpy": [("decoder", f"{x}, {x}, self_mask,", f"{x}, {x}, {LAST_ROW},") for x in ("x", "normed")]},
     ),
     Bug("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
     Bug(
