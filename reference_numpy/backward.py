@@ -304,9 +304,10 @@ def transformer_backward(
         for name in ("decoder", "encoder")
     )
     dlogits = trace.note("logits", dlogits)
-    states = model.output_multiplier * states
+    multiplier = model.config.d_model**-0.5 if model.config.scale_logits else 1.0
+    states = multiplier * states
     dstates, dtable = model.output_proj.backward(states, dlogits, trace.within("output_proj").note)
-    dstates = model.output_multiplier * dstates
+    dstates = multiplier * dstates
     dtarget, dmemory = decoder_backward(model.decoder, target, memory, dstates, trace.within("decoder"))
     dsource = encoder_backward(model.encoder, source, dmemory, trace.within("encoder"))
     # The gradient of a tied matrix is the sum of the gradients from all its uses.

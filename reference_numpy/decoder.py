@@ -192,8 +192,7 @@ class DecoderStack:
                 replaces the intermediate value.
             rng: Random generator for dropout. If None, dropout is disabled (inference).
         """
-        positions = np.arange(x.shape[1])
-        bias = self._bias(positions, positions, tap)
+        bias = self._bias(0, x.shape[1], x.shape[1], tap)
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), rng, bias=bias)
         if self.final_norm is not None:
@@ -244,16 +243,20 @@ class DecoderStack:
             key_values.length = cache.length
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
-        positions = np.arange(end)
-        bias = self._bias(positions[cache.length :], positions, tap)
+        bias = self._bias(cache.length, x.shape[1], end, tap)
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past, bias=bias)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)
 
-    def _bias(self, queries, keys, tap):
-        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
+    def _bias(self, first, queries, keys, tap):
+        """Return the relative position bias, or None if the model has no bias.
+
+        ``queries`` and ``keys`` are numbers of positions. The first query is at position ``first``.
+        """
         if self.relative_bias is None:
             return None
-        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]
+        positions = first + np.arange(queries)
+        distance = np.arange(keys) - positions[:, None]
+        return tap("relative_bias.output", self.relative_bias(distance))  # [1, H, L, M]

@@ -160,7 +160,8 @@ class Decoder(Part):
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)
-        x = self.output_multiplier * x
+        if self.config.scale_logits:  # not in the paper; T5
+            x = x * self.config.d_model**-0.5
         return tap("logits", self.output_proj(x))
 
     def init_cache(
@@ -230,7 +231,8 @@ class Decoder(Part):
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        x = self.output_multiplier * x
+        if self.config.scale_logits:  # not in the paper; T5
+            x = x * self.config.d_model**-0.5
         logits = tap("logits", self.output_proj(x))
         cache.length += ids.shape[1]
         return (logits[:, 0] if is_one else logits), cache

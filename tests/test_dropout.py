@@ -38,6 +38,7 @@ SITES = {  # the taps at which each rate drops values
     "attention": (".weights",),
     "residual": ("attention.output", "feed_forward.output"),
     "feed_forward": (".inner",),
+    "final": ("encoder.output", "decoder.output"),
 }
 STILL = TrainingConfig(learning_rate_factor=1e-30)  # a learning rate so small that no weight changes
 # The IDs are truncated so that there are fewer shapes to compile.
@@ -244,7 +245,8 @@ def check_masks(backend: Backend) -> None:
                 subject.train_step(**batch)
             found.append(factors(seen, weights))
     first, second = found
-    assert {site for site in SITES for name in first if is_at(name, site)} == {*SITES}
+    # No later tap of this model shows the masks of the final dropout. check_sites tests their place and effect.
+    assert {site for site in SITES for name in first if is_at(name, site)} == {*SITES} - {"final"}
     for name, factor in first.items():
         rate, visible = rate_of(name), factor[~np.isnan(factor)]
         kept = visible > 0.5
@@ -440,7 +442,7 @@ def test_fused_attention_drops_the_same_fraction_of_weights(backend, monkeypatch
 
 def test_presets_apply_dropout_at_the_listed_sites():
     """The paper applies dropout to embeddings and residuals; this test lists the presets with other sites."""
-    everywhere, paper = {*SITES}, {"embedding", "residual"}
+    everywhere, paper = {*SITES} - {"final"}, {"embedding", "residual"}
     others = {
         "paper_dropout_0.0": set(),
         "annotated": everywhere,
@@ -451,8 +453,8 @@ def test_presets_apply_dropout_at_the_listed_sites():
         "m2m_100": {*paper, "attention"},
         "pegasus": everywhere,
         "keras_hub": {"attention", "residual"},
-        **dict.fromkeys(("t5", "t5_v1_1", "mt5", "byt5"), everywhere),
+        **dict.fromkeys(("t5", "t5_v1_1", "mt5", "byt5"), tuple(SITES)),
     }
     for preset in PRESETS:
         rates = TransformerConfig.preset(preset, source_vocab_size=9, target_vocab_size=9).dropout
-        assert {site for site in SITES if getattr(rates, site)} == others.get(preset, paper), preset
+        assert {site for site in SITES if getattr(rates, site)} == {*others.get(preset, paper)}, preset

@@ -162,7 +162,6 @@ def test_standard_model_has_no_part_of_t5():
     model = ref.Transformer(tiny_config())
     assert model.encoder.relative_bias is model.decoder.relative_bias is None
     assert not hasattr(model.encoder.layers[0].feed_forward, "gate_proj")
-    assert model.output_multiplier == 1.0
 
 
 def test_unscaled_scores_equal_scaled_scores_of_larger_queries():

@@ -193,8 +193,7 @@ class DecoderStack(nnx.Module):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
-        positions, masks = jnp.arange(x.shape[1]), (self_mask, cross_mask)
-        bias = self._bias(positions, positions, tap)
+        bias, masks = self._bias(0, x.shape[1], x.shape[1], tap), (self_mask, cross_mask)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 recomputed = nnx.remat(lambda layer, bias, *inputs: layer(*inputs, bias=bias))
@@ -244,7 +243,7 @@ class DecoderStack(nnx.Module):
         if x.shape[1] > 1:  # within one step, no position may attend to a later one
             last = cache.length + jnp.arange(x.shape[1])[:, None]
             mask = mask & (jnp.arange(mask.shape[3]) <= last)
-        bias = self._bias(cache.length + jnp.arange(x.shape[1]), jnp.arange(mask.shape[3]), tap)
+        bias = self._bias(cache.length, x.shape[1], mask.shape[3], tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
@@ -253,8 +252,13 @@ class DecoderStack(nnx.Module):
             x = self.final_norm(x)
         return self.dropout(tap("output", x))
 
-    def _bias(self, queries, keys, tap):
-        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
+    def _bias(self, first, queries, keys, tap):
+        """Return the relative position bias, or None if the model has no bias.
+
+        ``queries`` and ``keys`` are numbers of positions. The first query is at position ``first``.
+        """
         if self.relative_bias is None:
             return None
-        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]
+        positions = first + jnp.arange(queries)
+        distance = jnp.arange(keys) - positions[:, None]
+        return tap("relative_bias.output", self.relative_bias(distance))  # [1, H, L, M]

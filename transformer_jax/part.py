@@ -75,7 +75,6 @@ class Part(nnx.Module):
             self.target_position = position(config, dtype, rngs=rngs)
             self.target_embedding_norm = make_norm(config, dtype, rngs=rngs) if config.embedding_norm else None
             self.decoder = DecoderStack(config, dtype, rngs=rngs)
-            self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0  # not in the paper; T5
             self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
         self.fast = fast

@@ -199,8 +199,8 @@ class DecoderStack(Block):
         """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
         masks = {"self_mask": self_mask, "cross_mask": cross_mask}
-        positions = tf.range(tf.shape(x)[1])
-        bias = self._bias(positions, positions, tap)
+        length = tf.shape(x)[1]
+        bias = self._bias(0, length, length, tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = layer.recomputed(x, memory, bias=bias, **masks, training=training)
@@ -249,7 +249,7 @@ class DecoderStack(Block):
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
-        bias = self._bias(cache.length + tf.range(tf.shape(x)[1]), tf.range(tf.shape(mask)[3]), tap)
+        bias = self._bias(cache.length, tf.shape(x)[1], tf.shape(mask)[3], tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
@@ -258,8 +258,13 @@ class DecoderStack(Block):
             x = self.final_norm(x)
         return self.dropout(tap("output", x))
 
-    def _bias(self, queries, keys, tap):
-        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
+    def _bias(self, first, queries, keys, tap):
+        """Return the relative position bias, or None if the model has no bias.
+
+        ``queries`` and ``keys`` are numbers of positions. The first query is at position ``first``.
+        """
         if self.relative_bias is None:
             return None
-        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]
+        positions = first + tf.range(queries)
+        distance = tf.range(keys) - positions[:, None]
+        return tap("relative_bias.output", self.relative_bias(distance))  # [1, H, L, M]

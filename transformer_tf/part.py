@@ -92,7 +92,6 @@ class Part(Configured, keras.Model):
             self.target_position = position(config, dtype, name="target_position")
             self.target_embedding_norm = norm(config, dtype, name="target_embedding_norm")
             self.decoder = DecoderStack(config, dtype, name="decoder")
-            self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0  # not in the paper; T5
             self.output_proj = OutputProjection(config, self.target_embedding, dtype, name="output_proj")
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype, name="dropout")
         self.built = True

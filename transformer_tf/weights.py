@@ -13,8 +13,10 @@ from transformer_spec.names import Model, check_weights, find, parameter_shapes,
 from transformer_tf.embedding import OutputProjection
 from transformer_tf.layers import LayerNorm, RMSNorm
 
-_LAYERS = keras.layers
-COMPUTES = _LAYERS.Dense, _LAYERS.Embedding, _LAYERS.ReversibleEmbedding, LayerNorm, RMSNorm, OutputProjection
+COMPUTES = (
+    *(keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding),
+    *(LayerNorm, RMSNorm, OutputProjection),
+)
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:

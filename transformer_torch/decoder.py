@@ -186,8 +186,7 @@ class DecoderStack(nn.Module):
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the intermediate value.
         """
-        positions = torch.arange(x.shape[1], device=x.device)
-        bias = self._bias(positions, positions, tap)
+        bias = self._bias(0, x.shape[1], x.shape[1], tap)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = checkpoint(layer, x, memory, self_mask, cross_mask, bias=bias, use_reentrant=False)
@@ -237,8 +236,7 @@ class DecoderStack(nn.Module):
         self_mask = cache.self_mask[..., :end]
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
-        positions = torch.arange(end, device=x.device)
-        bias = self._bias(positions[n:], positions, tap)
+        bias = self._bias(n, x.shape[1], end, tap)
         stored = iter(cache.past)
         pasts = [next(stored) if layer.self_attention is not None else None for layer in self.layers]
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
@@ -249,8 +247,14 @@ class DecoderStack(nn.Module):
             x = self.final_norm(x)
         return self.dropout(tap("output", x))
 
-    def _bias(self, queries, keys, tap):
-        """Return the relative position bias for the positions of queries and keys, or None if the model has no bias."""
+    def _bias(self, first, queries, keys, tap):
+        """Return the relative position bias, or None if the model has no bias.
+
+        ``queries`` and ``keys`` are numbers of positions. The first query is at position ``first``.
+        """
         if self.relative_bias is None:
             return None
-        return tap("relative_bias.output", self.relative_bias(keys - queries[:, None]))  # [1, H, L, M]
+        device = self.relative_bias.weight.device
+        positions = first + torch.arange(queries, device=device)
+        distance = torch.arange(keys, device=device) - positions[:, None]
+        return tap("relative_bias.output", self.relative_bias(distance))  # [1, H, L, M]

@@ -71,7 +71,6 @@ class Part(nn.Module):
                 self.target_position = position(config, dtype)
                 self.target_embedding_norm = make_norm(config, dtype) if config.embedding_norm else None
                 self.decoder = DecoderStack(config, dtype)
-                self.output_multiplier = config.d_model**-0.5 if config.scale_logits else 1.0  # not in the paper; T5
                 self.output_proj = OutputProjection(config, self.target_embedding, dtype)
             self.dropout = Dropout(config.dropout.embedding)
             self.register_state_dict_pre_hook(check_tie)
