@@ -451,7 +451,15 @@ EVERYWHERE = [
     Bug(
         "no causal mask",
         "",
-        {"numpy": [("decoder", f"{x}, {x}, self_mask,", f"{x}, {x}, {LAST_ROW},") for x in ("x", "normed")]},
+        {
+            "numpy": [
+                ("decoder", call, call.replace("self_mask", LAST_ROW))
+                for call in (
+                    "self.self_attention(x, x, self_mask,",
+                    "self.self_attention(\n                    normed, normed, self_mask,",
+                )
+            ]
+        },
     ),
     Bug("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
     Bug(
