@@ -18,6 +18,7 @@ from transformer_parity.engine.findings import AGREES, FAILED, IMPRECISE, SKIPPE
 from transformer_parity.transformer.bugs.distributed import BUGS
 from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.check.messages import CaseCompared
+from transformer_parity.transformer.distributed import compare
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import PLANS, probes, rounded
 from transformer_parity.transformer.distributed.check import DistributedCheck
@@ -145,6 +146,18 @@ def test_float64_rounding_errors_agree_and_a_halved_gradient_does_not(name):
     assert {"the whole gradient", "of source_embedding.table"} <= wrong
     counted = replace(seen, tokens=[30, *seen.tokens[1:]])
     assert failing(findings("numpy", DeviceRun(probe, plan), [counted], exact, one_device)).keys() == {"step 1 tokens"}
+
+
+def test_bfloat16_tolerance_includes_the_roundings_of_partial_sums():
+    def allowed(plan):
+        return compare._tolerance("of source_embedding.table", DeviceRun(rounded()["mixed bfloat16"], plan), baseline)
+
+    baseline = {"of source_embedding.table": 0.01, "the whole gradient": 0.02}
+    floor, alone = allowed(Plan(data=2)) - 4 * 0.02, 4 * 0.02
+    assert floor == pytest.approx(4 * 2**-7)
+    assert allowed(Plan(fsdp=2)) == allowed(Plan(data=2))
+    assert allowed(Plan(tensor=2)) == pytest.approx(floor + 3**0.5 * alone)
+    assert allowed(Plan(data=2, tensor=4)) == pytest.approx(floor + 5**0.5 * alone)
 
 
 def on_two(change=lambda seen: seen) -> list:

@@ -150,7 +150,6 @@ def _tensors(
 ) -> Iterator[Finding]:
     """Compare each tensor with its expected value. The error of a tensor is its largest error in any process."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
-    mixed = run.probe.settings.mixed_bfloat16
     rounded = None if one_device is None else tensors(one_device)
     baseline = {} if rounded is None else {name: _distance(name, rounded, wanted) for name in wanted}
     for process, found in enumerate(of_all):
@@ -164,23 +163,26 @@ def _tensors(
         errors = [_distance(name, found, wanted) for found in of_all]
         worst = errors.index(max(errors))
         detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in another process"
-        tolerance = _tolerance(name, mixed, baseline)
+        tolerance = _tolerance(name, run, baseline)
         apart = max(errors) > tolerance >= min(errors)
         yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
 
 
-def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
+def _tolerance(name: str, run: DeviceRun, baseline: Mapping[str, float]) -> float:
     """Return the tolerance for a tensor. Except in float64, it depends on the errors of the same run on one device."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
-    if not mixed:
+    if not run.probe.settings.mixed_bfloat16:
         return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
     # A tensor that is linear in the gradient has the same relative error as the gradient. A tensor that depends on the
     # square of the gradient has twice this error.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
-    return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
+    # Tensor parallelism rounds each of N partial sums and then their total, and one device rounds only the total. N + 1
+    # independent rounding errors add up to the square root of N + 1.
+    roundings = run.plan.tensor + 1 if run.plan.tensor > 1 else 1
+    return rule["ratio"] * math.sqrt(roundings) * own + rule["floor_in_eps"] * EPS["bfloat16"]
 
 
 def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
