@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformer_parity.transformer.bugs.catalog import FORWARD
 from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates
 from transformer_parity.transformer.diagnose.candidates.places import Place
@@ -159,3 +161,13 @@ def test_location_is_found_despite_differences_at_unread_positions():
     right, wrong = shown(TRUTH, case), shown(Candidate((bug,), Place("", parts)), case)
     found = diagnose(case, Read.of(case, right).combine(wrong, right), "it", known=[bug])
     assert found.candidates == (f"{bug.name}, in decoder.layers.*.cross_attention only",)
+
+
+def test_constant_maximum_distance_is_identified_in_a_model_with_relative_positions():
+    case = next(case for case in standard_cases() if case.name == "preset/t5")
+    far = replace(case, config=case.config.replace(relative_max_distance=128))
+    found = diagnose(case, tensors(TRUTH.load(far.config, far.load_weights()), far), "it")
+    assert (found.confidence, found.candidates) == (EXACT, ("relative_max_distance=128",))
+    tried = {name for bug in candidates(case.config, case.stage) for name in bug.config}
+    assert "norm_order" in tried
+    assert not any(name.startswith("position_") for name in tried)

@@ -42,6 +42,8 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
+# Fields of absolute positions, which have no effect in a model with relative positions.
+ABSOLUTE = ("position_layout", "position_timescale", "position_offset")
 # Fields that candidates take from a preset. Candidates don't change sizes, dropout rates, IDs, or tied embeddings.
 MATHEMATICS = (
     "norm_order",
@@ -49,9 +51,7 @@ MATHEMATICS = (
     "embedding_norm",
     "layer_norm_epsilon",
     "layer_norm_kind",
-    "position_layout",
-    "position_timescale",
-    "position_offset",
+    *ABSOLUTE,
     "scale_embedding",
     "activation",
     "scale_scores",
@@ -154,17 +154,24 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
     function returns one candidate per alternative value.
     """
     fields: list[dict[str, Any]] = []
+    is_relative = config.position_encoding == "relative"
+    # The first two fields determine which parameters a model has.
+    fixed = ("tie_embeddings", "position_encoding", *_unread(config))
     for name, choices in CHOICES.items():
-        if name in ("tie_embeddings", "position_encoding"):  # these fields determine which parameters a model has
+        if name in fixed:
             continue
         if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
-    switched = (*SWITCHED, *SWITCHED_IN_T5) if config.position_encoding == "relative" else SWITCHED
+    switched = (*SWITCHED, *SWITCHED_IN_T5) if is_relative else SWITCHED
     fields += [{name: not getattr(config, name)} for name in switched]
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
-    offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
-    fields += [{"position_offset": offset} for offset in offsets]
+    if is_relative:
+        distances = {128} - {config.relative_max_distance}  # the first implementations of T5 use this constant
+        fields += [{"relative_max_distance": distance} for distance in distances]
+    else:
+        offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
+        fields += [{"position_offset": offset} for offset in offsets]
     named = [Bug(_words(entry), "", config=entry) for entry in fields]
     for preset, values in {"paper": {}, **IMPLEMENTATIONS}.items():
         defaults = {entry.name: entry.default for entry in TransformerConfig.__dataclass_fields__.values()}
@@ -172,7 +179,9 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
         entry = {
             name: value
             for name, value in wanted.items()
-            if value != getattr(config, name) and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
+            if value != getattr(config, name)
+            and name not in fixed
+            and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
         }
         # Presets that differ only in sizes, such as T5 v1.1, mT5, and ByT5, have the same conventions.
         if len(entry) > 1 and all(entry != bug.config for bug in named):
@@ -285,8 +294,13 @@ def _changes(bug: Bug, config: TransformerConfig) -> bool:
     return bool(
         bug.edits["numpy"]
         or bug.convert is not dict
-        or any(getattr(config, name) != value for name, value in bug.config.items())
+        or any(getattr(config, name) != value for name, value in bug.config.items() if name not in _unread(config))
     )
+
+
+def _unread(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the fields that have no effect in a model with this config."""
+    return ABSOLUTE if config.position_encoding == "relative" else ()
 
 
 def content(bug: Bug) -> Any:
