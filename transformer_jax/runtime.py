@@ -29,6 +29,9 @@ PRECISIONS = ("highest", "fast")
 MATMUL_PRECISION = {"highest": "highest", "fast": "tensorfloat32"}  # names in JAX
 
 _COMPILES_QUICKLY = ContextVar("compiles quickly", default=False)
+# Some releases of XLA lack these options. With a split count of 1, XLA doesn't split the program to compile its parts
+# in parallel.
+_INTERNAL_OPTIONS: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def set_precision(precision: str) -> None:
@@ -219,12 +222,10 @@ def describe() -> dict[str, str]:
 
 @cache
 def _quick_options():
-    options = {"xla_backend_optimization_level": 0}
-    # Some releases of XLA lack these internal options. With a split count of 1, XLA doesn't split the program to
-    # compile its parts in parallel.
-    for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    for name, value in _INTERNAL_OPTIONS.items():
         with suppress(ValueError, RuntimeError):
-            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
+            jax.jit(lambda x: x).lower(0.0).compile({name: value})  # compiles also within jax.disable_jit
             options[name] = value
     return options
 

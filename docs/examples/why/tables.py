@@ -161,7 +161,7 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
             f"{1e3 * cost.dot_seconds.median:.3g}",
             f"{1e3 * cost.additive_seconds.median:.3g}",
             Text.assemble((f"{cost.ratio.median:.1f}", "bold"), f" ({', '.join(map(_digits, limits))})"),
-            f"{cost.additive_bytes / 2**20:.3g} (x {cost.additive_bytes / cost.dot_bytes:.0f})",
+            f"{_digits(cost.additive_bytes / 2**20)} (x {cost.additive_bytes / cost.dot_bytes:.0f})",
         )
     console.print(table)
     console.print(
