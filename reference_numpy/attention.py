@@ -83,7 +83,9 @@ def scaled_dot_product_attention_backward(
 ) -> tuple[
     Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"], Float[ndarray, "B H L M"]
 ]:
-    """Return the gradients with respect to ``query``, ``key``, ``value``, and the scores or, equivalently, the bias.
+    """Return the gradients with respect to ``query``, ``key``, ``value``, and the scores.
+
+    The gradient with respect to the scores is also the gradient with respect to a bias of the same shape.
 
     Args:
         query: Query vectors of the forward pass.

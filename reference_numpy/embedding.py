@@ -155,7 +155,7 @@ class LearnedPosition:
 
 
 class NoPosition:
-    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+    """Layer that returns its input, for models with relative position biases instead of positional encodings (T5).
 
     Args:
         config: Model configuration, which defines the size of the vectors.
@@ -170,7 +170,7 @@ class NoPosition:
         return x
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
-        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        """Return zeros in the shape of the vectors that other layers add at the first ``length`` positions."""
         return np.zeros((length, self.d_model))
 
 

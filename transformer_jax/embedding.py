@@ -135,7 +135,7 @@ class LearnedPosition(nnx.Embed):
 
 
 class NoPosition(nnx.Module):
-    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+    """Layer that returns its input, for models with relative position biases instead of positional encodings (T5).
 
     Args:
         config: Model configuration, which defines the size of the vectors.
@@ -151,7 +151,7 @@ class NoPosition(nnx.Module):
         return x
 
     def vectors(self, length: int) -> Float[np.ndarray, "L d_model"]:
-        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        """Return zeros in the shape of the vectors that other layers add at the first ``length`` positions."""
         return np.zeros((length, self.d_model))
 
 

@@ -52,7 +52,7 @@ def Linear(  # noqa: N802  the name of a layer
         d_out: Size of the last axis of the output.
         bias: Whether to add a bias.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        gain: Factor of the initial values of the matrix.
+        gain: Factor by which the initial values of the matrix are multiplied.
         rngs: Flax random state for the initial values.
     """
     # NNX's default is a truncated normal distribution.

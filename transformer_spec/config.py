@@ -108,8 +108,8 @@ class TransformerConfig:
             divisor of ``annotated`` is unbiased standard deviation + epsilon. ``rms`` divides by
             sqrt(mean of squares + epsilon), and neither subtracts the mean nor adds a bias.
         position_encoding: Type of positional encoding in the encoder and decoder. ``sinusoidal`` and ``learned``
-            encodings are added to the embeddings. ``relative`` adds a learned bias to the scores of self-attention,
-            which depends on the distance between query and key.
+            encodings are added to the embeddings. ``relative`` adds a bias to the scores of self-attention instead. The
+            bias is learned and depends on the distance between query and key.
         position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
             then all cosines.
         position_timescale: Timescales of the sinusoids: 10000^(i/m) for ``m``, and 10000^(i/(m-1)) for ``m_minus_1``,
@@ -142,7 +142,8 @@ class TransformerConfig:
             bucket have the same bias. The encoder uses half of the buckets for keys after the query. The decoder uses
             all buckets for the query's own position and for keys before the query.
         relative_max_distance: All keys at this distance in tokens or farther are in the last bucket.
-        gated_feed_forward: Whether to multiply the inner activations of feed-forward networks by a linear projection.
+        gated_feed_forward: Whether feed-forward networks multiply the output of the activation function by a second
+            linear projection of the input.
         scale_scores: Whether to divide the scores by sqrt(d_k), as in equation (1).
         scale_logits: Whether to divide the decoder's output by sqrt(d_model) before the output projection.
 
@@ -284,7 +285,7 @@ class TransformerConfig:
                 )
         elif self.position_encoding == "sinusoidal":
             check_sinusoids(self.d_model, self.position_layout, self.position_timescale)
-        # The encoder uses half of the buckets in each direction, and half of these for exact distances.
+        # The encoder uses half of the buckets for each direction, and half of these buckets contain only one distance.
         buckets = self._keep("relative_buckets", check_integer("relative_buckets", self.relative_buckets, minimum=4))
         distance = check_integer("relative_max_distance", self.relative_max_distance, buckets // 2 + 1, FARTHEST)
         self._keep("relative_max_distance", distance)
@@ -358,7 +359,7 @@ class TransformerConfig:
         """Create a config from the result of ``to_dict``.
 
         Args:
-            fields: All fields, keyed by name. ``LATER_FIELDS`` can be missing and then have their default values.
+            fields: All fields, keyed by name. If one of the ``LATER_FIELDS`` is missing, its default value is used.
 
         Raises:
             TypeError: If a field has the wrong type.

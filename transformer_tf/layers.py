@@ -84,7 +84,7 @@ def Linear(  # noqa: N802  the name of a layer
         d_out: Size of the last axis of the output.
         bias: Whether to add a bias.
         dtype: Dtype or dtype policy of the layer. If None, the global Keras policy is used.
-        gain: Factor of the initial values of the matrix.
+        gain: Factor by which the initial values of the matrix are multiplied.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
     xavier = initial(keras.initializers.VarianceScaling(gain**2, "fan_avg", "uniform"))
@@ -140,7 +140,7 @@ class RMSNorm(Configured, keras.layers.RMSNormalization):
 
     @property
     def gamma(self) -> keras.Variable:
-        """The learned scale, by the name that Keras uses in ``LayerNormalization``."""
+        """The learned scale. ``LayerNormalization`` in Keras also calls its scale ``gamma``."""
         return self.scale
 
 

@@ -157,7 +157,7 @@ class LearnedPosition(nn.Embedding):
 
 
 class NoPosition(nn.Module):
-    """No positional encoding at the embeddings, because a relative position bias is added to the scores (T5).
+    """Layer that returns its input, for models with relative position biases instead of positional encodings (T5).
 
     Args:
         config: Model configuration, which defines the size of the vectors.
@@ -173,7 +173,7 @@ class NoPosition(nn.Module):
         return x
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
-        """Return zeros, the vectors that are added at the first ``length`` positions."""
+        """Return zeros in the shape of the vectors that other layers add at the first ``length`` positions."""
         return torch.zeros(length, self.d_model)
 
 

@@ -110,7 +110,7 @@ def Linear(  # noqa: N802  the name of a layer
         bias: Whether to add a bias.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
         device: Device of the parameters. If None, PyTorch's default device is used.
-        gain: Factor of the initial values of the matrix.
+        gain: Factor by which the initial values of the matrix are multiplied.
     """
     linear = nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device)
     vars(linear)["gain"] = gain  # for a later call of initialize

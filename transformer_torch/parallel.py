@@ -34,7 +34,7 @@ from transformer_torch.transformer import Transformer
 from transformer_torch.weights import copy_out, is_divided, local_part, parameters
 
 JOINING = timedelta(seconds=60)  # maximum time to wait for the other processes to start
-# For each block with a dropout layer whose input ``tensor`` divides, the axis along which the input is divided.
+# Tensor parallelism divides the inputs of the dropout layers in these blocks. The values are the divided axes.
 DIVIDED_AXES: dict[type, int] = {MultiHeadAttention: 1, PositionwiseFeedForward: 2, GatedFeedForward: 2}
 HOW = "start one process per device, for example with torchrun --nproc-per-node"
 

@@ -14,8 +14,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
 from transformer_torch.runtime import to_dtype
 
-# Rounding errors of logarithms are smaller than this number. Without it, they could move a distance at the boundary of
-# two buckets, such as 16 = 8 * 2, to the previous bucket.
+# This number is larger than the rounding error of a logarithm. Adding it prevents rounding from moving the smallest
+# distance of a bucket, such as 16, to the previous bucket.
 ROUNDING = 1e-9
 
 
@@ -24,16 +24,16 @@ def relative_position_bucket(
 ) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance.
 
-    The distances 0, 1, ..., m - 1 have their own buckets, where m is half of the number of buckets per direction. The
-    width of the other buckets grows exponentially: distance n is in bucket
-    ``m + floor((num_buckets - m) log(n / m) / log(max_distance / m))``, or in the last bucket if this number is larger.
+    With N buckets per direction and m = N // 2, each of the distances 0, 1, ..., m - 1 has a separate bucket. The width
+    of the other buckets grows exponentially. A distance n >= m is in bucket
+    ``m + floor((N - m) log(n / m) / log(max_distance / m))``, or in the last bucket, N - 1, if this number is larger.
 
     Args:
         distance: Position of the key minus position of the query.
         num_buckets: Number of buckets. If ``bidirectional`` is True, each direction has half of them.
-        max_distance: All keys at this distance or farther are in the last bucket.
-        bidirectional: If True, keys after the query have their own half of the buckets. If False, they are in the
-            bucket of distance 0, because a mask excludes them.
+        max_distance: All keys at this distance or farther are in the last bucket of their direction.
+        bidirectional: If True, keys after the query have separate buckets, the second half. If False, these keys are in
+            the bucket of distance 0, because a mask excludes them.
     """
     if bidirectional:
         num_buckets //= 2
@@ -47,7 +47,7 @@ def relative_position_bucket(
 
 
 class RelativePositionBias(nn.Embedding):
-    """Relative position bias: one learned number per head and bucket of distances, which is added to the scores.
+    """Relative position bias of the attention scores: one learned number per head and bucket of distances.
 
     All self-attention layers of a stack use the same bias.
 

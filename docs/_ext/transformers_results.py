@@ -12,13 +12,13 @@ JUDGES = {"flax": "Flax", "tf": "TensorFlow"}
 
 
 def transformers(part: str) -> Iterator[str]:
-    """Yield the lines of the text and tables of one part: ``summary``, ``models``, or ``searches``."""
+    """Yield the lines of one part of the page, in Markdown: ``summary``, ``models``, or ``searches``."""
     report = read(RESULTS / "transformers.json")
     yield from PARTS[part](report)
 
 
 def summary(report: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences with the totals and the versions."""
+    """Yield two paragraphs, with the totals and with the versions."""
     rows = report["models"]
     agreeing = [row for row in rows if row["verdict"] == "agrees"]
     exact = [row for row in rows if row["title"] not in ("T5", "MT5")]  # Flax rounds T5's norms to float32

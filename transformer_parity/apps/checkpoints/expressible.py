@@ -12,7 +12,7 @@ PLAIN_HEADS: dict[str, tuple[object, ...]] = {
     "skip_first_self_attention": (False,),
 }
 
-# Values of fields that only T5 changes. Only an export to T5 specifies different values in ``needed``.
+# Values that all formats except T5 require. The export to T5 specifies its own values for these fields in ``needed``.
 NOT_T5: dict[str, tuple[object, ...]] = {
     "position_encoding": ("sinusoidal", "learned"),
     "tie_embeddings": ("none", "target_output", "all"),

@@ -128,9 +128,9 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
         One entry per comparison of logits, and one entry for the translations. In the entry for the translations, the
         error is the fraction of translations that differ. For models with sinusoidal positional encodings, the logits
         are compared twice, once with transformers' own position tables and once with exact tables, because transformers
-        rounds its tables to float32. The logits of T5 models are compared twice because transformers squares in float32
-        in their norms. If the library is not installed or does not support this format, the only entry is a skipped
-        comparison.
+        rounds its tables to float32. The logits of T5 models are also compared twice, once with transformers' own norms
+        and once with exact norms, because transformers computes the mean squares in float32. If the library is not
+        installed or does not support this format, the only entry is a skipped comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
@@ -210,7 +210,7 @@ def _replace_positions(model: Any, config: TransformerConfig) -> float:
 
 
 def _replace_norms(model: Any) -> None:
-    """Replace the formula of T5's norms, which squares in float32, with a formula in the dtype of the weights."""
+    """Make T5's norms compute the mean squares in the dtype of the weights. By default, they use float32."""
     import torch
 
     def forward(norm: Any, x: Any) -> Any:

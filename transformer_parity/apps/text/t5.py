@@ -22,8 +22,8 @@ REMEDY = "save the tokenizer with transformers, which writes tokenizer.json"
 class T5Vocabulary(Vocabulary):
     """A vocabulary with the pieces of a SentencePiece model, followed by sentinels such as ``<extra_id_0>``.
 
-    Lines are split by `sentencepiece`, which was used to train the models. Transformers 5 uses `tokenizers` instead,
-    which converts characters to the unknown token if the SentencePiece model has only bytes for them.
+    The library `sentencepiece`, with which the SentencePiece models were trained, splits the lines. Transformers 5 uses
+    `tokenizers` instead, which converts a character to the unknown token if the model contains only its bytes.
 
     Args:
         files: Dict from file names to the content of the files. ``spiece.model`` is required. ``tokenizer_config.json``
@@ -126,7 +126,7 @@ class ByteVocabulary(Vocabulary):
         self.sizes = (OFFSET + BYTES + len(sentinels), OFFSET + BYTES + len(sentinels))
 
     def ids(self, line: str) -> list[int]:
-        """Return the IDs of the bytes, followed by EOS. A line that ends with EOS gets no second one."""
+        """Return the IDs of the bytes, followed by EOS unless the line already ends with EOS."""
         parts = ["", *self._split.split(line), ""]  # special, text, special, text, ..., special
         found: list[int] = []
         for before, text, after in zip(parts[::2], parts[1::2], parts[2::2], strict=False):
@@ -147,6 +147,6 @@ class ByteVocabulary(Vocabulary):
         return tidied(found.decode("utf-8", "ignore"), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Return the character with the code of each byte, or the name of each special token."""
+        """Return a name for each ID: the character whose code is the byte, or the name of the special token."""
         characters = {OFFSET + byte: chr(byte) for byte in range(BYTES)} | self._names
         return [characters.get(int(token), UNKNOWN) for token in ids]

@@ -1,4 +1,4 @@
-"""Cases that search for translations, in the standard cases and in the cases for ports."""
+"""Cases that run a search. Both the standard cases and the cases for ports contain such cases."""
 
 from __future__ import annotations
 

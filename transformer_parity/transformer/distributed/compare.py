@@ -179,8 +179,8 @@ def _tolerance(name: str, run: DeviceRun, baseline: Mapping[str, float]) -> floa
     # square of the gradient has twice this error.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
-    # Tensor parallelism rounds each of N partial sums and then their total, and one device rounds only the total. N + 1
-    # independent rounding errors add up to the square root of N + 1.
+    # Tensor parallelism rounds each of N partial sums and then their total, whereas one device rounds only the total.
+    # If the N + 1 errors are independent, their sum is larger than one of them by a factor of the square root of N + 1.
     roundings = run.plan.tensor + 1 if run.plan.tensor > 1 else 1
     return rule["ratio"] * math.sqrt(roundings) * own + rule["floor_in_eps"] * EPS["bfloat16"]
 

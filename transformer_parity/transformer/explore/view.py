@@ -18,7 +18,7 @@ from transformer_parity.engine.report.buffer import Buffer
 from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
-# Ends of the names of taps that have one value per query and key.
+# Suffixes of the names of taps that contain one value per query and key
 ATTENTION = (".scores", ".weights", "relative_bias.output")
 # Maximum total number of attention scores and weights on a page. For a sentence pair with
 # 20 source tokens and 20 target tokens, the base model computes fewer scores and weights, so all tokens are shown.
@@ -113,7 +113,7 @@ def _worst(recording: Recording, row: int, side: str) -> int:
 
 
 def _row(value: ndarray, row: int) -> ndarray:
-    """Return the values of one sentence. All sentences share a relative position bias, which has only one row."""
+    """Return the values of one sentence. A relative position bias has only one row, which all sentences share."""
     return value[min(row, len(value) - 1)]
 
 

@@ -39,7 +39,8 @@ SUBLAYERS = {  # maps the sublayers of each stack to their names in transformers
 ATTENTION = {"query_proj": "q", "key_proj": "k", "value_proj": "v", "output_proj": "o"}
 FEED_FORWARD = {"inner_proj": "wi", "output_proj": "wo"}
 GATED = {"gate_proj": "wi_0", "inner_proj": "wi_1", "output_proj": "wo"}
-# Values of feed_forward_proj that differ from the name of the activation or from "gated-" and the name
+# Names of activations after "gated-" in feed_forward_proj. There, transformers interprets "gelu" as the tanh
+# approximation, so the exact GELU requires a different name.
 WRITTEN_GATED = {**WRITTEN_ACTIVATIONS, "gelu_tanh": "gelu", "gelu": "gelu_python", "swish": "silu"}
 # Fields for which T5 supports only the values in the preset
 FIXED = ("norm_order", "final_norm", "layer_norm_kind", "position_encoding", "scale_embedding", "scale_scores")
@@ -206,7 +207,7 @@ def tensors_of(config: TransformerConfig, weights: Mapping[str, ndarray]) -> dic
 
 
 def _is_tied(config: TransformerConfig) -> bool:
-    """Return the value of ``tie_word_embeddings``. Transformers 4 uses it for the weights and the scale of logits."""
+    """Return the value of ``tie_word_embeddings``, from which transformers 4 also infers ``scale_logits``."""
     return config.ties_output and config.scale_logits
 
 
