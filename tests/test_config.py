@@ -7,12 +7,14 @@ import inspect
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from conftest import tiny_config
 
 from reference_numpy import PRESETS, DropoutRates, TransformerConfig
 from transformer_spec.config import CHOICES, DECODER_SIZES, DEPTHS, SIZES, SWITCHES
+from transformer_spec.presets import IMPLEMENTATIONS
 
 RATES = [field.name for field in dataclasses.fields(DropoutRates)]
 IDS = ("pad_id", "bos_id", "eos_id")
@@ -170,3 +172,18 @@ def test_decoder_sizes_default_to_the_encoder_sizes(given, expected):
     assert tuple(getattr(config.in_decoder, name) for name in DECODER_SIZES) == expected
     assert config.in_decoder.in_decoder == config.in_decoder
     assert (config.num_heads, config.d_ff) == (3, 40)
+
+
+def test_t5_table_shows_the_values_of_the_presets():
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "config.md").read_text("utf-8")
+    section = page.partition("## Fields that define T5\n")[2].partition("\n## ")[0].replace("`", "")
+    rows = re.findall(r"^\| (?!convention|--).+? \| (.+) \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    assert rows
+    listed = {name for fields, *_ in rows for name in fields.split(", ")}
+    for preset, column in (("t5", 1), ("t5_v1_1", 2), ("mt5", 2), ("byt5", 2)):
+        config = TransformerConfig.preset(preset, source_vocab_size=9, target_vocab_size=9)
+        values = {**vars(config), **{f"dropout.{site}": rate for site, rate in vars(config.dropout).items()}}
+        for row in rows:
+            names, shown = row[0].split(", "), row[column].split(", ")
+            assert [str(values[name]) for name in names] == (shown * len(names) if len(shown) == 1 else shown), row
+        assert IMPLEMENTATIONS[preset].keys() - {"dropout", "label_smoothing", *SIZES, *DEPTHS} <= listed

@@ -98,7 +98,7 @@ class TransformerConfig:
         d_ff: Inner size of the feed-forward networks.
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
-        max_length: Number of learned positional embeddings. It doesn't limit sinusoidal encodings.
+        max_length: Number of learned positional embeddings. It limits neither sinusoidal nor relative positions.
         norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, and ``pre``
             is ``x + Sublayer(LayerNorm(x))``.
         final_norm: Whether to add a layer norm after each stack.
@@ -161,12 +161,12 @@ class TransformerConfig:
     d_ff: int = 2048
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    max_length: int = 1024  # number of learned positional embeddings; it doesn't limit sinusoids
+    max_length: int = 1024  # number of learned positional embeddings; no limit for other positions
 
     norm_order: str = "post"  # post: LayerNorm(x + Sublayer(x)), section 3.1; pre: x + Sublayer(LayerNorm(x))
     final_norm: bool = False  # additional layer norm after each stack
     layer_norm_epsilon: float = 1e-6  # not in the paper; 1e-6 in the first release of tensor2tensor
-    layer_norm_kind: str = "standard"  # annotated: (x - mean) / (unbiased std + epsilon)
+    layer_norm_kind: str = "standard"  # annotated: (x - mean) / (unbiased std + epsilon); rms: T5
 
     position_encoding: str = "sinusoidal"
     position_layout: str = "interleaved"  # interleaved: sin, cos, sin, cos; split: all sines, then all cosines

@@ -108,7 +108,7 @@ def _notes(family: str, fields: Mapping[str, Any]) -> list[str]:
     if family == "mt5" and fields["tie_word_embeddings"] is True and not _is_by_5(fields):
         notes.append(
             "tie_word_embeddings is true, so transformers 4 divides the decoder's output by sqrt(d_model); this import "
-            "and transformers 5 never do this for mt5 models"
+            "and transformers 5 never divide it for mt5 models"
         )
     tasks = fields.get("task_specific_params")
     prefixes = [
@@ -158,7 +158,7 @@ def _feed_forward_of(fields: Mapping[str, Any]) -> tuple[str, Any]:
     said = fields["feed_forward_proj"]
     first, _, name = said.rpartition("-") if isinstance(said, str) else ("no text", "", None)
     if first not in ("", "gated"):
-        raise ValueError(f"feed_forward_proj must be an activation, optionally after gated-: got {said!r:.60}")
+        raise ValueError(f"feed_forward_proj must be an activation, such as relu or gated-gelu: got {said!r:.60}")
     name = fields.get("dense_act_fn", "gelu_new" if said == "gated-gelu" else name)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(
