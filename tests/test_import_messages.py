@@ -225,7 +225,7 @@ def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
 def test_missing_vocabulary_error_explains_how_to_add_one(here, capsys):
     assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
     err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
-    assert "to add one, rerun `parity import` with --vocab, or call save_weights" in err
+    assert "to add one, rerun `parity import`, which notes the files that it needs, or call save_weights" in err
 
 
 CANNOT_HOLD = [  # a format, a preset, its changed fields, and the error message

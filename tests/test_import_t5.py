@@ -23,7 +23,13 @@ from tiers import first_alone
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints import proof
 from transformer_parity.apps.checkpoints.formats import huggingface_t5
-from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load, save
+from transformer_parity.apps.checkpoints.importer import (
+    differences,
+    export_checkpoint,
+    import_checkpoint,
+    load,
+    save,
+)
 from transformer_parity.apps.checkpoints.name_mapping import same, take
 from transformer_parity.apps.containers import tensors
 from transformer_parity.cli.main import main
@@ -381,3 +387,8 @@ def test_commands_translate_the_text_of_transformers(tmp_path, capfd, kind):
         theirs = tokenizer.batch_decode(found, skip_special_tokens=True)
         assert said == [" ".join(line.splitlines()).lstrip(" ") for line in theirs]
     assert len(set(said)) > 10
+
+
+def test_changed_buckets_are_listed_as_differences_from_the_preset():
+    found = differences(tiny("t5"), "t5")
+    assert found == {"relative_buckets": (32, 8), "relative_max_distance": (128, 12)}

@@ -137,3 +137,17 @@ def test_port_cases_include_large_ids_clipping_and_micro_batches(name):
         tensors(load(case), case),
     )
     assert max(distance(tensor, wrong, right) for tensor in right) > 1e-9
+
+
+def test_overridden_number_of_buckets_uses_the_distance_of_the_preset():
+    """The small cases use 8 buckets and a maximum distance of 12, which is too small for more buckets."""
+    sizes = [
+        (config.relative_buckets, config.relative_max_distance)
+        for config in (tiny("t5"), tiny("t5", relative_buckets=32), tiny("t5", relative_max_distance=128))
+    ]
+    assert sizes == [(8, 12), (32, 128), (8, 128)]
+
+
+def test_unknown_preset_of_a_port_raises_an_error_that_lists_the_presets():
+    with pytest.raises(ValueError, match=r"preset must be one of .*t5_v1_1.*: got 'flan_t5'"):
+        tiny("flan_t5")

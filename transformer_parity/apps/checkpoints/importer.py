@@ -276,6 +276,6 @@ def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[objec
         **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),
         **PRESETS[preset],
     }
-    names = [*CHOICES, *SWITCHES, "layer_norm_epsilon", "position_offset"]
+    names = [*CHOICES, *SWITCHES, "layer_norm_epsilon", "position_offset", "relative_buckets", "relative_max_distance"]
     names.remove("label_smoothing_kind")
     return {name: (usual[name], getattr(config, name)) for name in names if usual[name] != getattr(config, name)}

@@ -76,8 +76,9 @@ def read_trained(path: Path) -> Trained:
         step = read_step(description)
     if stored is None:
         raise ValueError(
-            f"{path} contains no vocabulary; to add one, rerun `parity import` with --vocab, or call save_weights with "
-            "vocabulary=load_vocabulary(FILE), where FILE is a weight file written by `parity train`"
+            f"{path} contains no vocabulary; to add one, rerun `parity import`, which notes the files that it needs, "
+            "or call save_weights with vocabulary=load_vocabulary(FILE), where FILE is a weight file written by "
+            "`parity train`"
         )
     try:
         vocabulary = build_vocabulary(stored, config)

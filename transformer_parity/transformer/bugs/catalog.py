@@ -46,7 +46,7 @@ STRUCTURE = merged(
     reported.STRUCTURE,
 )
 TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG, other_optimizers.CATALOG)
-SEARCH = [*search.CATALOG, *reported_training.SEARCH]
+SEARCH = [*search.CATALOG, *reported_training.SEARCH, *t5.SEARCH]
 # The diagnosis tries the following bugs as candidates, but the mutation test doesn't inject them into ports.
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 CANDIDATES = forward.CANDIDATES

@@ -20,6 +20,7 @@ from transformer_parity.transformer.bugs.bug import (
 
 BIAS, LATER = "relative_bias.output", "encoder.layers.1.self_attention.scores"
 ACTIVATED = "ACTIVATIONS[self.activation](self.gate_proj(x))"
+HALVED = "    if bidirectional:\n        num_buckets //= 2\n"
 FINAL = "if config.final_norm else None\n"
 ASKS = {
     "numpy": 'attended = self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention"), rng',
@@ -67,9 +68,7 @@ def _with_mean() -> Edits:
 ENTRIES: Table = {
     f"encoder.{BIAS}": {
         "distance 0 in the buckets of later keys": instead("relative_position", "(distance > 0", "(distance >= 0"),
-        "sign of the distance reversed": instead(
-            "encoder", "positions - positions[:, None]", "positions[:, None] - positions"
-        ),
+        "sign of the distance reversed": instead("relative_position", HALVED, f"    distance = -distance\n{HALVED}"),
         "one bucket too few": instead("relative_position", "num_buckets - 1", "num_buckets - 2"),
         "the encoder's bias ignores later keys": instead("encoder", "bidirectional=True", "bidirectional=False"),
         "relative position tables of encoder and decoder swapped": but(
@@ -115,3 +114,13 @@ GATED: Table = {
     },
 }
 T5: list[Bug] = [*table(ENTRIES, case="preset/t5"), *table(GATED, case="preset/t5_v1_1")]
+SEARCH: list[Bug] = table(
+    {
+        "logits": {
+            "every step uses the relative positions of the first step": changed(
+                "decoder", ("self._bias(cache.length,", "self._bias(0,"), torch=("self._bias(n,", "self._bias(0,")
+            )
+        }
+    },
+    case="decode/t5_greedy",
+)

@@ -119,8 +119,10 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
         "num_decoder_layers": 2,
         "max_length": 32,
     }
-    if PRESETS[preset].get("position_encoding") == "relative":  # so that the short sequences use all buckets
-        sizes |= {"relative_buckets": 8, "relative_max_distance": 12}
+    if PRESETS.get(preset, {}).get("position_encoding") == "relative":  # so that the short sequences use all buckets
+        sizes["relative_buckets"] = 8
+        if "relative_buckets" not in overrides:  # other numbers of buckets may require a larger distance
+            sizes["relative_max_distance"] = 12
     return TransformerConfig.preset(preset, **{**sizes, **overrides})
 
 
