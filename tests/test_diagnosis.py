@@ -171,3 +171,12 @@ def test_constant_maximum_distance_is_identified_in_a_model_with_relative_positi
     tried = {name for bug in candidates(case.config, case.stage) for name in bug.config}
     assert "norm_order" in tried
     assert not any(name.startswith("position_") for name in tried)
+
+
+def test_bugs_of_t5_are_candidates_only_for_models_with_relative_positions():
+    for stage in ("activations", DECODE):
+        for preset, is_tried in (("t5", True), ("paper_base", False)):
+            names = {bug.name for bug in candidates(tiny(preset), stage)}
+            assert ("one bucket too few" in names) == is_tried
+            cached = "every step uses the relative positions of the first step"
+            assert (cached in names) == (is_tried and stage == DECODE)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.bugs import t5
 from transformer_parity.transformer.bugs.bug import Bug, Edit
 from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
@@ -128,8 +129,7 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
             *mixed_up_weights(config.d_k == config.d_v),
             *misplaced_weights(config.pad_id),
         ]
-        forward = FORWARD if config.position_encoding == "relative" else {**FORWARD, "T5": []}
-        parts = [*forward.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
+        parts = [*FORWARD.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
     if stage == GRADIENTS:  # in other training stages, each candidate would require a full training run
@@ -139,7 +139,8 @@ def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
     if STAGES[stage].searches:
         parts += [SEARCH, SEARCH_CANDIDATES]
     seen = {content(bug) for bug in found}
-    for bug in (bug for part in parts for bug in part):
+    irrelevant = [] if config.position_encoding == "relative" else [*t5.T5, *t5.SEARCH]
+    for bug in (bug for part in parts for bug in part if bug not in irrelevant):
         what = content(bug)
         if "numpy" in bug.edits and what not in seen and _changes(bug, config):
             seen.add(what)
@@ -167,8 +168,8 @@ def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
     fields += [{name: not getattr(config, name)} for name in switched]
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
     if is_relative:
-        distances = {128} - {config.relative_max_distance}  # the first implementations of T5 use this constant
-        fields += [{"relative_max_distance": distance} for distance in distances]
+        if config.relative_max_distance != 128:  # the first implementations of T5 use this constant
+            fields.append({"relative_max_distance": 128})
     else:
         offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
         fields += [{"position_offset": offset} for offset in offsets]
