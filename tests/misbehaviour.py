@@ -116,7 +116,7 @@ MISBEHAVIOUR = [
         in_training(
             None,  # not applicable: NumPy draws all masks from one generator
             ("module.rngs = stream", 'module.rngs = nnx.RngStream(key, tag="dropout")'),
-            ("tf.unstack(random_bits)", "[random_bits[0]] * len(self._dropout)"),
+            ("tf.unstack(random_bits)", "[random_bits[0]] * len(random_bits)"),
         ),
     ),
     Misbehaviour(
