@@ -171,7 +171,13 @@ MISBEHAVIOUR = [
         "the model after a step is",
         in_training(
             ("        model.eval()\n            generator", "        generator"),
-            ("        self.step += 1\n", "        self.step += 1\n        self.model.train()\n"),
+            (
+                "        self.step += 1\n",
+                "        self.step += 1\n"
+                "        self.model.set_attributes(\n"
+                "            nnx.Dropout, deterministic=False, rngs=nnx.RngStream(jax.random.key(0), tag='dropout')\n"
+                "        )\n",
+            ),
             None,  # not applicable: in Keras, training is an argument of the call
         ),
     ),
