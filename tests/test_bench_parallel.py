@@ -131,7 +131,8 @@ def test_numpy_plan_is_simulated_in_one_process(capsys, tmp_path):
 )
 def test_each_framework_is_timed_in_multiple_processes(name, capsys, tmp_path):
     code, printed, errors = parity(
-        *(capsys, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2", "--json", tmp_path / "a.json")
+        *(capsys, "bench", "train", *QUICK, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2"),
+        *("--json", tmp_path / "a.json"),
     )
     (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
     one, data, fsdp = race["implementations"]
