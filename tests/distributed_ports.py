@@ -233,7 +233,7 @@ ALL_REDUCED = 'total, *gradient = context.all_reduce("SUM", [total, *gradient])'
 TOKENS = 'tokens = context.all_reduce("SUM", tokens)'
 TOTAL_ALONE = 'total = context.all_reduce("SUM", total)'
 SUMMED_MICRO_BATCH = "return summed(self, self._gradient_of_micro_batch(batch, random_bits[0]))"
-TF_NORM = "norm = global_norm([*gradient.values()]) / count"
+TF_NORM = "norm = tf.cast(global_norm([*gradient.values()]), total.dtype) / count"
 
 IN_TF = table(
     {
@@ -278,7 +278,7 @@ IN_TF = table(
         run("data=2", "", "shallow"): {
             "moments outside the scope": in_tf(
                 "created in the scope of the trainer's mesh",
-                ("training", "if mesh is None else mesh.scope():", "if mesh is None else placed(None):"),
+                ("training", "if self.mesh is None else self.mesh.scope():", "if self.mesh is None else placed(None):"),
             )
         },
         run("data=2", case="shallow dropout"): {

@@ -8,12 +8,13 @@ import sys
 import traceback
 from pathlib import Path
 
+import distributed_ports
 import numpy as np
 import pytest
 import tiers
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity.transformer.bugs import optimizer, precision
+from transformer_parity.transformer.bugs import distributed, optimizer, precision
 from transformer_parity.transformer.bugs.bug import FOUR, Bug, instead
 from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
@@ -65,7 +66,8 @@ def test_edited_text_occurs_exactly_once(name):
     directory = Path(__file__).parent.parent / PORTS[name].package
     sources = {file.stem: file.read_text("utf-8") for file in directory.glob("*.py")}
     seen = 0
-    for bug in EVERY if name == "numpy" else [*EVERY, *MISBEHAVIOUR]:
+    others = distributed.BUGS if name == "numpy" else [*MISBEHAVIOUR, *distributed_ports.BUGS[name]]
+    for bug in [*EVERY, *others]:
         texts = dict(sources)
         for module, old, new in bug.edits.get(name, ()):
             assert texts[module].count(old) == 1, (bug.name, module, old)
