@@ -292,10 +292,17 @@ REFUSED = {
         "T5Model or T5WithLMHeadModel: got ['T5EncoderModel'], which has no decoder",
     ),
     "a classifier": ({"architectures": ["T5ForSequenceClassification"]}, "got ['T5ForSequenceClassification']"),
-    "an activation": ({"dense_act_fn": "mish"}, "the activation of feed-forward networks must be one of relu, "),
+    "an activation": ({"dense_act_fn": "mish"}, "the activation in dense_act_fn must be one of relu, "),
     "a form": ({"feed_forward_proj": "twice-relu"}, "such as relu or gated-gelu: got 'twice-relu'"),
     "a number": ({"feed_forward_proj": 5}, "such as relu or gated-gelu: got 5"),
-    "buckets": ({"relative_attention_num_buckets": 3}, "relative_buckets must be at least 4: got 3"),
+    "buckets": (
+        {"relative_attention_num_buckets": 3},
+        "relative_buckets must be at least 4: got 3 (relative_attention_num_buckets in config.json)",
+    ),
+    "a distance": (
+        {"relative_attention_max_distance": 2},
+        "got 2 (relative_attention_max_distance in config.json)",
+    ),
     "a scale": ({"scale_decoder_outputs": "no"}, "scale_logits must be"),
     "tensors": ({"num_layers": 2}, "unexpected encoder.block.2.layer.0.SelfAttention.q.weight"),
 }

@@ -5,6 +5,7 @@ Source: configuration_t5.py, modeling_t5.py, and modeling_mt5.py of transformers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,18 @@ GATED = {"gate_proj": "wi_0", "inner_proj": "wi_1", "output_proj": "wo"}
 WRITTEN_GATED = {**WRITTEN_ACTIVATIONS, "gelu_tanh": "gelu", "gelu": "gelu_python", "swish": "silu"}
 # Fields for which T5 supports only the values in the preset
 FIXED = ("norm_order", "final_norm", "layer_norm_kind", "position_encoding", "scale_embedding", "scale_scores")
+
+# Fields of the config whose values are entries of config.json with a different name
+ENTRIES = {
+    "source_vocab_size": "vocab_size",
+    "target_vocab_size": "vocab_size",
+    "d_k": "d_kv",
+    "d_v": "d_kv",
+    "num_encoder_layers": "num_layers",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_max_distance": "relative_attention_max_distance",
+    "pad_id": "pad_token_id",
+}
 
 
 def table_of(config: TransformerConfig) -> tuple[Row, ...]:
@@ -129,28 +142,25 @@ def _config_of(family: str, fields: Mapping[str, Any], tie_embeddings: str) -> T
     decoder, start, rate = fields["num_decoder_layers"], fields["decoder_start_token_id"], fields["dropout_rate"]
     scales = fields.get("scale_decoder_outputs", fields["tie_word_embeddings"] is not False)
     changes = {
-        "source_vocab_size": fields["vocab_size"],
-        "target_vocab_size": fields["vocab_size"],
+        **{ours: fields[theirs] for ours, theirs in ENTRIES.items()},
         "d_model": fields["d_model"],
         "num_heads": fields["num_heads"],
-        "d_k": fields["d_kv"],
-        "d_v": fields["d_kv"],
         "d_ff": fields["d_ff"],
-        "num_encoder_layers": fields["num_layers"],
         "num_decoder_layers": fields["num_layers"] if decoder is None else decoder,
-        "relative_buckets": fields["relative_attention_num_buckets"],
-        "relative_max_distance": fields["relative_attention_max_distance"],
         "layer_norm_epsilon": fields["layer_norm_epsilon"],
         "activation": activation,
         "gated_feed_forward": is_gated,
         "tie_embeddings": tie_embeddings,
         "scale_logits": scales if family == "t5" else False,
         "dropout": dict.fromkeys(PRESETS["t5"]["dropout"], rate),
-        "pad_id": fields["pad_token_id"],
         "bos_id": fields["pad_token_id"] if start is None else start,
         "eos_id": one_id(fields["eos_token_id"]),
     }
-    return TransformerConfig.preset(family, **changes)
+    try:
+        return TransformerConfig.preset(family, **changes)
+    except (TypeError, ValueError) as error:
+        entry = ENTRIES.get(re.split(r"\W", str(error), maxsplit=1)[0])
+        raise type(error)(f"{error} ({entry} in config.json)" if entry else str(error)) from error
 
 
 def _feed_forward_of(fields: Mapping[str, Any]) -> tuple[str, Any]:
@@ -159,11 +169,10 @@ def _feed_forward_of(fields: Mapping[str, Any]) -> tuple[str, Any]:
     first, _, name = said.rpartition("-") if isinstance(said, str) else ("no text", "", None)
     if first not in ("", "gated"):
         raise ValueError(f"feed_forward_proj must be an activation, such as relu or gated-gelu: got {said!r:.60}")
+    entry = "dense_act_fn" if "dense_act_fn" in fields else "feed_forward_proj"
     name = fields.get("dense_act_fn", "gelu_new" if said == "gated-gelu" else name)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation of feed-forward networks must be one of {', '.join(ACTIVATIONS)}: got {name!r:.60}"
-        )
+        raise ValueError(f"the activation in {entry} must be one of {', '.join(ACTIVATIONS)}: got {name!r:.60}")
     return ACTIVATIONS[name], fields.get("is_gated_act", first == "gated")
 
 
