@@ -194,6 +194,18 @@ def test_names_and_versions_are_normalized_and_own_and_gpu_packages_are_not_pinn
     assert newest.pins(listed) == dict.fromkeys(("jinja2", "ml-dtypes", "torch"), "2.13.0")
 
 
+def test_install_page_lists_the_tested_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    listed = [Requirement(one) for one in [*project["dependencies"], *extras["torch"], *extras["jax"], *extras["tf"]]]
+    lowest = {one.name: str(one.specifier).removeprefix(">=") for one in listed}
+    titles = ("NumPy", "PyTorch", "JAX", "Flax", "TensorFlow", "Keras")
+    names = {title: title.lower().removeprefix("py") for title in titles}
+    rows = [[title, lowest[name], *(pinned(python)[name] for python in TESTED)] for title, name in names.items()]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    assert table in (ROOT / "docs" / "how-to" / "install.md").read_text("utf-8"), table
+
+
 def test_newest_runs_the_commands_of_the_readme_without_constraints():
     readme = (ROOT / "README.md").read_text("utf-8")
     commands = newest.commands(readme)
