@@ -326,6 +326,7 @@ def test_performance_targets_apply_to_each_port_and_the_best_one(monkeypatch):
 
 def test_conformance_table_names_the_port_closest_to_the_tolerance():
     summary = results.read(results.RESULTS / "conformance.json")["summary"]
+    summary = [one for one in summary if one["backend"] in results.PORTS]  # the table omits the reference
     rows = {row.split(" | ")[0].strip("| "): row for row in list(results.conformance("float32"))[2:]}
     assert rows["weights"].endswith("| exact | exact | exact |  |")
     for component, row in rows.items():
