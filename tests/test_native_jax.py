@@ -107,6 +107,7 @@ import transformer_jax as port
 from conftest import random_weights, tiny_config
 from test_native_jax import BATCH, SETTINGS, losses
 
+jax.config.update("jax_enable_x64", True)
 config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, source_vocab_size=38, target_vocab_size=38)
 mesh = Mesh(np.array(jax.devices()), ("model",))
 
