@@ -29,6 +29,7 @@ PROJECTED = "self.output_proj(merge_heads(context))"
 WITHOUT_CHECK_OF_TIE: dict[str, list[Edit]] = {
     **{port: [] for port in FOUR},
     "torch": [("weights", "output.embedding not in model.target_embedding.modules()", "False")],
+    "jax": [("weights", "is_tied and matrix is not find(model, owner).embedding", "False")],
 }
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # this text occurs in the forward pass but not in the decoding step
