@@ -18,11 +18,13 @@ import jaxtyping
 
 BACKENDS = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
 FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "flax.nnx", "tf": "keras"}
+T5 = {"preset": "t5_v1_1"}
 CONVENTIONS = (
     {},
     {"norm_order": "pre", "final_norm": True, "layer_norm_kind": "annotated", "activation": "gelu"},
     {"position_layout": "split", "activation": "gelu_tanh", "tie_embeddings": "none", "output_bias": True},
     {"position_encoding": "learned", "activation": "swish"},
+    T5,
 )
 
 
@@ -80,7 +82,7 @@ def run(backend, build, record):
         if not train:
             model.train()
         model(array(source), array(target), **train)
-        if backend.name == "numpy" or overrides is CONVENTIONS[0]:
+        if backend.name == "numpy" or overrides in (CONVENTIONS[0], T5):
             package.gradients(model, source, target, target)
             if backend.name == "tf":  # in a graph, lengths are tensors, which don't match int
                 sys.modules["tensorflow"].config.run_functions_eagerly(True)
@@ -108,6 +110,12 @@ def run(backend, build, record):
         dropout = package.layers.OwnDropout(0.5, axis=1, parts=2, part=1)
         dropout.rows = 3
         dropout(floats[0])
+    if backend.name == "torch":  # only the fast layers use the vectors, and no fast layer has zero vectors
+        build(**T5).target_position.vectors(4)
+    if backend.name == "tf":  # Keras calls these methods in functional models and in fit
+        model = build()
+        package.Encoder.from_weights(model.config, model.export_weights()).compute_mask(array(source))
+        package.CrossEntropy(model.config)(array(target), model(array(source), array(target)))
     if backend.name == "numpy":  # functions that no other component calls
         from transformer_spec.search_padding import pad_search
 

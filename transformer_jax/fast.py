@@ -38,9 +38,9 @@ class FastLinear(nnx.Linear):
 class FastTiedProjection(TiedProjection):
     """Tied projection that multiplies all rows in one matmul, like ``FastLinear``."""
 
-    def __call__(self, x: Float[Array, "*axes d_model"]) -> Float[Array, "*axes V"]:
+    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        return super().__call__(x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 FAST = {nnx.Linear: FastLinear, TiedProjection: FastTiedProjection}

@@ -28,7 +28,7 @@ from transformer_spec.checks import (
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, rounded
 from transformer_spec.parallel_plan import DROPOUTS
-from transformer_spec.shapes import Float, Int
+from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.block import check_losses, seed_states, seeded
@@ -51,7 +51,7 @@ def cross_entropy(
     config: TransformerConfig | None = None,
     *,
     summed: bool = True,
-) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]] | tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
     Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
