@@ -129,7 +129,7 @@ def test_peers_do_the_same_work(capsys, tmp_path):
 def test_peers_search_with_the_same_beam(capsys):
     code, printed, _ = bench(capsys, "--backends", "numpy", "--peers", "--beam", 3)
     assert code == 0, printed
-    assert "beam search with 3 hypotheses" in printed
+    assert "beam search with 3 beams" in printed
     assert "Tokens and scores of every call of numpy, marian agree" in printed
 
 

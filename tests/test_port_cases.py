@@ -77,13 +77,15 @@ def test_widest_beam_detects_padding_excluded_before_log_softmax(preset):
 
 CONFIG = tiny(d_v=8)
 # Bugs that no case for ports detects. Padding is never generated, so the cache contains padding only if sentences start
-# with it. Ports don't return scores of tokens, the embeddings have no norm, and all layers have self-attention.
+# with it. Ports don't return scores of tokens, the embeddings have no norm, all layers have self-attention, and the
+# positions are not relative.
 UNSEEN = [
     "past padding not masked",
     "BOS masked if it is padding",
     "no norm on the embedding",
     "cache of a different layer",
     "scores tokens after EOS",
+    "every step uses the relative positions of the first step",
 ]
 
 
