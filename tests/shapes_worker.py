@@ -106,12 +106,11 @@ def run(backend, build, record):
         attend(*floats)
         attend(*floats, array(np.ones((1, 1, 5, 1), bool)), tap=record())
         attend(long, *floats[1:])
-    if backend.name == "torch":  # used only by a model that is split across devices
+    if backend.name == "torch":  # code that no call above uses: a layer for tensor parallelism, and zero positions
         dropout = package.layers.OwnDropout(0.5, axis=1, parts=2, part=1)
         dropout.rows = 3
         dropout(floats[0])
-    if backend.name == "torch":  # only the fast layers use the vectors, and no fast layer has zero vectors
-        build(**T5).target_position.vectors(4)
+        build(**T5).target_position.vectors(4)  # the other packages call this method in a search
     if backend.name == "tf":  # Keras calls these methods in functional models and in fit
         model = build()
         package.Encoder.from_weights(model.config, model.export_weights()).compute_mask(array(source))

@@ -160,7 +160,9 @@ def _config_of(family: str, fields: Mapping[str, Any], tie_embeddings: str) -> T
         return TransformerConfig.preset(family, **changes)
     except (TypeError, ValueError) as error:
         entry = ENTRIES.get(re.split(r"\W", str(error), maxsplit=1)[0])
-        raise type(error)(f"{error} ({entry} in config.json)" if entry else str(error)) from error
+        if entry is None:
+            raise
+        raise type(error)(f"{error} ({entry} in config.json)") from error
 
 
 def _feed_forward_of(fields: Mapping[str, Any]) -> tuple[str, Any]:
