@@ -174,6 +174,17 @@ def test_ci_uses_python_3_13_every_third_day(tmp_path, day, installed, expected)
     assert "command=${command//constraints.txt/$constraints}" in script
 
 
+@pytest.mark.parametrize(
+    ("day", "constraints", "extended"),
+    [(1, "constraints.txt", True), (2, "constraints.txt", False), (6, "constraints-3.13.txt", True)],
+)
+def test_ci_never_forces_other_kernels_with_python_3_13(day, constraints, extended):
+    script = (ROOT / ".ci" / "run").read_text()
+    condition = re.search(r"^if (\(\(day % 2\)\).*); then\n    parts=193$", script, re.MULTILINE)[1]
+    done = subprocess.run(["bash", "-euc", f"day={day} constraints={constraints}\nif {condition}; then exit 5; fi"])
+    assert done.returncode == (5 if extended else 0)
+
+
 # --- Figures ---
 
 
