@@ -28,7 +28,7 @@ from transformer_spec.checks import (
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, rounded
 from transformer_spec.parallel_plan import DROPOUTS
-from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.block import check_losses, seed_states, seeded
@@ -49,9 +49,7 @@ def cross_entropy(
     logits: Float[Tensor, "B T V"],
     labels: Int[Tensor, "B T"],
     config: TransformerConfig | None = None,
-    *,
-    summed: bool = True,
-) -> tuple[Float[Tensor, ""], Int[Tensor, ""]] | tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
     Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
@@ -62,13 +60,18 @@ def cross_entropy(
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
         config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
-        summed: If False, return the loss of each label and a mask that is True for non-padding labels, both [B, T].
 
     Raises:
         TypeError: If the labels are not integers, or Keras calls the function as a loss. Use ``CrossEntropy`` instead.
         ValueError: If the labels have the wrong shape or are outside the vocabulary. In a ``tf.function`` or on a GPU,
             a label outside the vocabulary doesn't raise an error, but its loss is NaN.
     """
+    losses, counted = _token_losses(logits, labels, config)
+    return tf.reduce_sum(losses), tf.math.count_nonzero(counted, dtype=tf.int32)
+
+
+def _token_losses(logits, labels, config):
+    """Return the loss of each label, which is 0 for padding, and a mask that is True for labels other than padding."""
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
         raise TypeError(f"labels must be integers: got {got}; to compile a model, use loss=CrossEntropy(model.config)")
@@ -91,9 +94,7 @@ def cross_entropy(
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
-    if not summed:
-        return losses, counted
-    return tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)
+    return tf.where(counted, losses, 0.0), counted
 
 
 @keras.saving.register_keras_serializable("transformer_tf")
@@ -112,8 +113,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
         """Return the loss of each label, with a Keras mask of the labels that are not padding."""
-        labels = tf.cast(y_true, tf.int32)
-        losses, mask = cross_entropy(y_pred, labels, self.config, summed=False)
+        losses, mask = _token_losses(y_pred, tf.cast(y_true, tf.int32), self.config)
         losses._keras_mask = mask
         return losses
 

@@ -136,7 +136,7 @@ FROZEN = {
 SUM = {
     "torch": "losses.masked_fill(~counted, 0.0).sum(), counted.sum()",
     "jax": "jnp.where(counted, losses, 0.0).sum(), counted.sum()",
-    "tf": "tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)",
+    "tf": "tf.reduce_sum(losses), tf.math.count_nonzero(counted, dtype=tf.int32)",
 }
 
 
@@ -250,7 +250,7 @@ ENTRIES: dict[str, Table] = {
                         ),
                         (
                             SUM["tf"],
-                            "tf.reduce_sum(tf.reduce_sum(tf.where(counted, losses, 0.0), 1)"
+                            "tf.reduce_sum(tf.reduce_sum(losses, 1)"
                             " / tf.math.count_nonzero(counted, 1, dtype=losses.dtype)), tf.shape(labels)[0]",
                         ),
                         (
