@@ -105,8 +105,8 @@ IN_TORCH = table(
         run("data=2", "", "checkpointing"): {
             "reentrant checkpoints": in_torch(  # find_unused_parameters treats their parameters as unused
                 "Expected to mark a variable ready only once",
-                ("encoder", "use_reentrant=False", "use_reentrant=True"),
-                ("decoder", "use_reentrant=False", "use_reentrant=True"),
+                ("encoder", "bias=bias, use_reentrant=False", "use_reentrant=True"),
+                ("decoder", "bias=bias, use_reentrant=False", "use_reentrant=True"),
                 ("parallel", COPIES, f"{COPIES} find_unused_parameters=True,"),
             )
         },
