@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pair_models
 import pytest
@@ -228,6 +230,18 @@ def test_assertion_contains_the_report():
     assert_parity(Original(), pair_models.Port(), seeds=1)
     with pytest.raises(AssertionError, match=r"STARTS AT norm[\s\S]*DIVERGE with pair_models:Original"):
         assert_parity(Original(), pair_models.Epsilon(), seeds=1)
+
+
+def test_assertion_uses_the_names_of_the_original(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    directory = str(Path(pair_models.__file__).parent)
+    code = f"import sys\nsys.path.append({directory!r})\nimport pair_models\nnames = {{'norm': 'missing'}}\n"
+    (tmp_path / "renamed_pair.py").write_text(f"{code}class Original(pair_models.Original): pass\n")
+    import renamed_pair
+
+    with pytest.raises(AssertionError, match="the port has no such tap"):
+        assert_parity(renamed_pair.Original(), pair_models.Port(), seeds=1)
+    assert_parity(renamed_pair.Original(), pair_models.Port(), seeds=1, names={})
 
 
 def test_assertion_of_a_local_class_is_an_error():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from transformer_parity.cli.main import main
 
@@ -29,6 +32,22 @@ def test_files_of_a_pair_can_be_compared(tmp_path, capsys):
     assert main(["pair", MODELS, "--out", str(tmp_path / "truth"), "--seeds", "1"]) == 0
     assert main(["compare", str(tmp_path / "truth"), str(tmp_path), "--stage", "activations"]) == 3
     assert "which has no stages; remove --stage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("float64_too", "code"), [(True, 0), (False, 3)])
+def test_float32_tolerance_of_files_is_larger_if_float64_agrees(float64_too, code, tmp_path, capsys):
+    truth, mine = tmp_path / "truth", tmp_path / "mine"
+    assert main(["pair", MODELS, "--out", str(truth), "--seeds", "1"]) == 0
+    expected = load_file(truth / "0" / "expected.safetensors")
+    allowed = json.loads((truth / "manifest.json").read_text())["tolerances"]["float32"]["output logits"]
+    (mine / "0").mkdir(parents=True)
+    (mine / "manifest.json").write_text(json.dumps({"kind": "pair", "format": 1, "producer": "mine"}))
+    if float64_too:
+        save_file({name: value * (1 + 1e-15) for name, value in expected.items()}, mine / "0" / "float64.safetensors")
+    wrong = expected["output logits"] * (1 + 3 * allowed)
+    found = {name: value.astype(np.float32) for name, value in (expected | {"output logits": wrong}).items()}
+    save_file(found, mine / "0" / "float32.safetensors")
+    assert main(["compare", str(truth), str(mine)]) == code, capsys.readouterr().out
 
 
 def test_every_output_file_is_written(tmp_path, monkeypatch, capsys):

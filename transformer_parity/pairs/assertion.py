@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformer_parity.pairs.contract.implementation import Implementation
@@ -30,7 +31,8 @@ def assert_parity(
     Args:
         original: The implementation that you trust.
         port: The other implementation.
-        names: The port's name of each of the original's taps, for taps with different names or axes.
+        names: The port's name of each of the original's taps, for taps with different names or axes. None to use the
+            dict ``names`` of the original's module, if it exists.
         settings: Fields of ``Settings``, such as ``dtypes=("float32",)`` or ``seeds=1``.
 
     Returns:
@@ -48,7 +50,9 @@ def assert_parity(
     from transformer_parity.pairs.report import print_result
     from transformer_parity.pairs.result import Settings
 
-    result = compare_pair(_import(original), _import(port), Settings(**settings), names or {})
+    imported = _import(original)
+    imported = replace(imported, names=replace(imported.source, attribute="names"))
+    result = compare_pair(imported, _import(port), Settings(**settings), names)
     if result.verdict.exit_code:
         console = Console(file=io.StringIO(), width=WIDTH, highlight=False, markup=False, emoji=False)
         print_result(console, result)

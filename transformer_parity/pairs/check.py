@@ -16,7 +16,6 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding, failur
 from transformer_parity.engine.localization import FINE, INHERITED, Mark
 from transformer_parity.engine.outputs import TAPS
 from transformer_parity.engine.tensors import Tensors
-from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.engine.verdict import Author, Coverage
 from transformer_parity.pairs.compare.conditions import (
     fingerprints,
@@ -237,8 +236,7 @@ class _Comparison:
             return
         is_proven = self.agrees.get((stage, "float64"), False)
         if is_proven and dtype == "float32":
-            rule = POLICY["pair"]["rounded"]
-            tolerances = tolerances.times(rule["if_float64_agrees"], rule["most"][dtype])
+            tolerances = tolerances.if_float64_agrees()
         self.tolerances[stage, dtype] = tolerances
         results = [name for name in tolerances.allowed if stage != FORWARD or name.startswith(OUTPUT)]
         most = max((tolerances.allowed[name] for name in results if name not in tolerances.zeros), default=0.0)

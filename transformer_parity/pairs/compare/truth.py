@@ -247,8 +247,10 @@ class Tolerances:
     allowed: dict[str, float]
     zeros: dict[str, float]
 
-    def times(self, factor: float, most: float) -> Tolerances:
-        """Return larger tolerances, up to a largest one."""
+    def if_float64_agrees(self) -> Tolerances:
+        """Return the larger tolerances in float32 of a port that agrees in float64."""
+        rule = POLICY["pair"]["rounded"]
+        factor, most = rule["if_float64_agrees"], rule["most"]["float32"]
         return Tolerances(
             {name: min(factor * value, max(value, most)) for name, value in self.allowed.items()}, self.zeros
         )
