@@ -71,7 +71,7 @@ def cross_entropy(
 
 
 def _token_losses(logits, labels, config):
-    """Return the loss of each label, which is 0 for padding, and a mask that is True for labels other than padding."""
+    """Return the loss of each label, which is 0 for padding, and a mask that is False for padding (both [B, T])."""
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
         raise TypeError(f"labels must be integers: got {got}; to compile a model, use loss=CrossEntropy(model.config)")

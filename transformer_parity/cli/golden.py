@@ -188,11 +188,13 @@ examples:
   parity compare truth mine --json result.json
   parity compare truth mine --names names.toml   compare arrays of any model (`parity pair --out truth`)
 
-The command reruns the NumPy reference on A's weights and inputs and compares both directories with the reference's
-results. For each result that is missing from B, the command reports a skipped result if B's manifest declares the
-omission, and a failure otherwise. B must contain at least half of the cases in every stage.
-
+For golden vectors, the command reruns the NumPy reference on A's weights and inputs and compares both directories with
+the reference's results. For each result that is missing from B, the command reports a skipped result if B's manifest
+declares the omission, and a failure otherwise. B must contain at least half of the cases in every stage.
 docs/reference/golden-vectors.md describes the file format.
+
+If `parity pair --out` wrote A, the command compares B with the tensors in A, within the tolerances in A. Nothing is
+rerun. docs/how-to/compare-files.md describes the files.
 
 exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
@@ -203,8 +205,8 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare two directories of golden vectors, which can be written in any programming language",
-        description="Compare two directories of golden vectors, tensor by tensor. Directory A supplies the model, "
-        "weights, inputs, and cases. Both A and B are compared with the NumPy reference.",
+        description="Compare two directories of golden vectors, tensor by tensor, or of the arrays of any model. "
+        "Directory A supplies the model, weights, inputs, and cases.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

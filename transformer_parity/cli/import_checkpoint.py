@@ -52,16 +52,17 @@ examples:
 formats:
   {FORMATS_LISTED}
 
-The command never executes code from a checkpoint, never reads files outside the checkpoint's directory, and never
-downloads anything. If a checkpoint's flags contradict its tensors, the command uses the tensors and prints a note. If a
-checkpoint uses an unsupported feature, the command stops with an error that identifies the feature.
+The command never executes code from a checkpoint, reads only files that you specify and files in the checkpoint's
+directory, and never downloads anything. If a checkpoint's flags contradict its tensors, the command uses the tensors
+and prints a note. If a checkpoint uses an unsupported feature, the command stops with an error that identifies the
+feature.
 
 After writing the file, the command computes a few logits from it, in float64 and float32 in every installed backend,
 and compares them with the reference. This verifies that the model works the same in all backends. For a Hugging Face
 checkpoint, --check also compares logits and translations with transformers, which must be installed.
 
-exit code: 0 imported, and every comparison agrees; 1 a comparison differs; 2 float32 differs, but float64 agrees;
-3 not imported, or not compared
+exit code: 0 described or imported, and every comparison agrees; 1 a comparison differs; 2 float32 differs, but float64
+agrees; 3 not imported, or a requested comparison was not possible
 """
 EXPORT_EXAMPLES = f"""\
 examples:

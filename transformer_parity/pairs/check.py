@@ -128,7 +128,7 @@ class _Comparison:
         self.result.asked = [replace(self.result.asked[0], unproven=[why for why, _ in found if why])]
         if not any(moves for _, moves in found):
             self.result.notes.append(
-                f"the results of {self.original.name} didn't change when all weights changed by 1%"
+                f"the results of {self.original.name} didn't change when all weights changed by up to 1.6%"
             )
             return
         self.progress("changing one weight at a time")
