@@ -52,10 +52,11 @@ def compiled_search(quick):
 
     with runtime.quick_compilation():
         options = runtime.compiler_options()
-    # Quick compilation rounds bfloat16 values after every operation, like uncompiled code. Otherwise, XLA's defaults
-    # apply.
-    exact = {"xla_allow_excess_precision": False}
-    options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
+    if quick:  # round bfloat16 values after every operation, like uncompiled code
+        options["xla_allow_excess_precision"] = False
+    else:  # XLA's defaults; some releases lack the second option
+        defaults = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+        options = {name: value for name, value in defaults.items() if name in options}
     with patch.object(compilation, "compiler_options", lambda: options):
         yield
 

@@ -71,7 +71,7 @@ RUNS = {
     ),
     "init-pair": ("init-pair --framework numpy --out {out}/toys.py", 0),
     "pair": ("pair {have}/my_pair.py --seeds 1 --dtype float64 --json {out}/a.json", 0),
-    "init-port": ("init-port --framework other --out {out}/mine.py", 0),
+    "init-port": ("init-port --framework other --out {out}/my_port.py", 0),
     "golden": ("golden --dtype float64 --out {out}/golden", 0),
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
     "selftest": ("selftest --backends torch --part feed-forward --json {out}/a.json", 0),

@@ -126,7 +126,10 @@ def rewritten(path, change):
             lambda layers: layers[3]["config"].update(layer_norm_epsilon=1.0),
             "must have the same layer_norm_epsilon: got",
         ),
-        (lambda layers: [one["config"].update(activation="elu") for one in layers], "activation must be one of relu,"),
+        (
+            lambda layers: [one["config"].update(activation="elu") for one in layers],
+            "activation in config.json must be one of relu,",
+        ),
     ],
 )
 def test_unsupported_models_are_rejected(port, change, message, tmp_path):

@@ -163,6 +163,7 @@ NORM_FIRST = "exactly like the reference with this change: norm before the sum, 
 LATER, PADDING = "a later target token changes earlier logits", "of source sentence 1 changes its logits"
 LENGTH, BATCH = "the logits depend on the target length", "has different logits in a separate batch"
 RANDOM = "two calls on the same input differ"
+OTHER_LAYER = "uses the kernel and the bias of encoder.layers.1.self_attention.query_proj"
 FLOAT32, NARROW = "a value is rounded to float32", "a value is rounded to lower precision than float32"
 SHOWN = "the output is correct; the port differs only in encoder.layers.0.self_attention.scores and 5 more taps"
 # The first statement of the report for a port with all taps, with a few taps, and without taps. An empty string means
@@ -172,7 +173,7 @@ SAID = {
     "over sqrt(d_k + 1)": (SCALE.format("0.942809"), "", ""),
     "over sqrt(length)": (LENGTH,) * 3,
     "times d_model": ("exactly like the reference with this change: embedding multiplied by d_model",) * 3,
-    "weights of layer 0 and 1 swapped": ("",) * 3,
+    "weights of layer 0 and 1 swapped": (OTHER_LAYER, "", ""),
     "epsilon of 1e-4": ("",) * 3,
     "scale plus one": (r"exactly like the reference with this change: norm multiplied by 1 \+ scale",) * 3,
     "norm over positions": (f"normalized over the positions|{LATER}",) * 3,
@@ -180,7 +181,7 @@ SAID = {
     "positions over the length": (LENGTH,) * 3,
     "base of 1000": ("a base of 1000 instead of 10000",) * 2 + ("",),
     "dropout on": (RANDOM,) * 3,
-    "mask of -10": (LATER,) * 3,
+    "mask of -10": ("the scores of the 351 keys that the mask forbids are set to -10$", LATER, LATER),
     "no mask in cross-attention": ("cross-attention without padding mask",) * 3,
     "masked after the softmax": (f"mask applied after the softmax|{LATER}",) * 3,
     "sees one further": ("a position (sees|attends to) the next one",) * 3,

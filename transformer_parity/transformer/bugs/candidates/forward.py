@@ -86,9 +86,6 @@ CANDIDATES = [
         "sqrt(d_k) rounded to float32": changed(
             "attention", numpy=(SCORES, "query @ key.mT / float(np.float32(math.sqrt(d_k)))")
         ),
-        "1 / sqrt(d_k) rounded to float32": changed(
-            "attention", numpy=(SCORES, "query @ key.mT * float(np.float32(d_k**-0.5))")
-        ),
         **{
             f"decoder input shifted {words}": in_transformer(
                 (ENCODED, f'target_ids, target_mask = self._take("target", {ids}, None)\n        {ENCODED}')
