@@ -246,6 +246,15 @@ class IgnoresTaps(Epsilon):
         return super().forward(inputs, lambda name, value: (tap(name, value), value)[1])
 
 
+class ImportsTorch(Port):
+    """Imports a framework only when a model is created."""
+
+    def load(self, weights: Any, dtype: str) -> None:
+        import torch  # noqa: F401
+
+        super().load(weights, dtype)
+
+
 class Renamed(Epsilon):
     """Has different names and axes."""
 

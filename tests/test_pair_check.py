@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +258,12 @@ def test_attributes_of_an_instance_reach_its_process():
     port.epsilon = 1e-3
     with pytest.raises(AssertionError, match=r"epsilon is 0.001 instead of 1e-05"):
         assert_parity(Original(), port, seeds=1)
+
+
+@pytest.mark.needs(importlib.util.find_spec("torch"), "torch")
+def test_versions_include_a_framework_that_load_imports():
+    versions = compared("ImportsTorch", stages=("forward",), dtypes=("float32",), seeds=1).versions
+    assert versions["pair_models:ImportsTorch"].keys() - versions["pair_models:Original"].keys() == {"torch"}
 
 
 def test_tolerances_of_a_port_follow_from_the_original():

@@ -90,7 +90,7 @@ class _Comparison:
         for side in (self.original, self.port):
             self.progress(f"importing {side.name}")
             side.start()
-            self.result.versions[side.name] = side.imported.versions
+            self.result.versions[side.name] = side.versions
         if self.original.imported.code == self.port.imported.code:
             raise RunError(f"{self.original.name} and {self.port.name} run the same code, so nothing is compared")
         self.progress("creating weights and inputs")

@@ -152,7 +152,7 @@ def write_original(original: Import, directory: Path, settings: Settings) -> lis
             "kind": KIND,
             "format": FORMAT,
             "producer": side.name,
-            "versions": dict(side.imported.versions),
+            "versions": side.versions,
             "tensors": order,
             "tolerances": {dtype: allowed.allowed for dtype, allowed in tolerances.items()},
             "zeros": {dtype: allowed.zeros for dtype, allowed in tolerances.items()},

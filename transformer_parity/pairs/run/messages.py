@@ -37,7 +37,6 @@ class Declaration:
         methods: The names of the methods that the class defines.
         fixed_weights: Patterns for the names of weights that must not be changed.
         code: The places of the functions that load and run the model, to find out whether two classes share them.
-        versions: The versions of the frameworks.
         names: The map of tap names.
     """
 
@@ -45,7 +44,6 @@ class Declaration:
     methods: frozenset[str]
     fixed_weights: Sequence[str]
     code: Sequence[str]
-    versions: Mapping[str, str]
     names: Mapping[str, Any]
 
 
@@ -90,12 +88,14 @@ class Ran:
         taps: The computed values of all taps, in the order of computation.
         captured: The names of the taps that ``capture`` found.
         modified: The names of the arguments that the method modified.
+        versions: The versions of the frameworks, in the answer to ``Load``.
     """
 
     outputs: Tensors = field(default_factory=dict)
     taps: Tensors = field(default_factory=dict)
     captured: frozenset[str] = frozenset()
     modified: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

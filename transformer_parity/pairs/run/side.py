@@ -49,7 +49,8 @@ class Side:
 
     Attributes:
         name: The name in reports, such as ``my_pair:Original``.
-        imported: The dtypes, methods, and versions that the class declares.
+        imported: The dtypes and methods that the class declares.
+        versions: The versions of the frameworks that the models use, from the first model on.
     """
 
     def __init__(self, source: Source, children: Children, child: Child, timeout: float = SILENCE) -> None:
@@ -58,6 +59,7 @@ class Side:
         self._models: OrderedDict[str, SideModel] = OrderedDict()
         self._ended = ""
         self.imported: Declaration
+        self.versions: dict[str, str] = {}
 
     def start(self) -> None:
         """Wait until the class is imported.
@@ -109,7 +111,7 @@ class Side:
             return key
         free = [key for key in map(str, range(1, MODELS + 1)) if key not in self._models]
         key = free[0] if free else self._models.popitem(last=False)[0]
-        self._ask(Load(key, model.weights, model.dtype))
+        self.versions.update(self._ask(Load(key, model.weights, model.dtype)).versions)
         self._models[key] = model
         return key
 

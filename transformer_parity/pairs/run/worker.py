@@ -26,7 +26,10 @@ OPTIONAL = ("init_weights", "inputs", "gradients", "next_logits", "next_logits_c
 REQUIRED = ("load", "forward")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MOST_LETTERS = 600  # maximum length of a message
-FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras", "mlx.core", "equinox", "onnxruntime", "transformers")
+FRAMEWORKS = (
+    *("torch", "jax", "flax", "tensorflow", "keras", "mlx.core", "equinox", "onnxruntime"),
+    *("transformers", "keras_hub", "mlx_lm"),
+)
 
 
 def work(parent: Parent) -> None:
@@ -65,7 +68,6 @@ class Runner:
             methods=frozenset(methods),
             fixed_weights=_words(self._kind.fixed_weights),
             code=[_place(getattr(self._kind, name)) for name in REQUIRED],
-            versions=_versions(),
             names=_names(request),
         )
         self._models: dict[str, tuple[Implementation, str]] = {}
@@ -91,7 +93,7 @@ class Runner:
         model = self._new()
         model.load(request.weights, request.dtype)
         self._models[request.key] = (model, request.dtype)
-        return Ran()
+        return Ran(versions=_versions())  # load may have imported frameworks
 
     def _call(self, request: Call) -> Ran:
         model, dtype = self._models[request.key] if request.key else (self._new(), "float32")
