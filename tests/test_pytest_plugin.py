@@ -335,7 +335,7 @@ def test_invalid_stages_are_a_pytest_usage_error(options, message, pytester):
 @pytest.mark.parametrize(
     ("patch", "what"),
     [
-        ("np.exp = lambda x, *rest, f=np.exp, **more: f(x, *rest, **more) * (1 + 1e-9)", "numpy exp: error 1.0e-09"),
+        ("np.exp = lambda x, *rest, f=np.exp, **more: f(x, *rest, **more) * (1 + 1e-9)", "numpy exp: error "),
         (
             "np.sqrt = lambda x, *rest, f=np.sqrt, **more: f(x, *rest, **more) * (1 + 1e-9)",
             "relative_error must return",
@@ -347,7 +347,7 @@ def test_invalid_stages_are_a_pytest_usage_error(options, message, pytester):
         ),
         pytest.param(
             "np.linalg.norm = lambda *x, f=np.linalg.norm, **more: f(*x, **more) * 2",
-            "linalg.norm: error 1.0e+00",
+            "numpy linalg.norm: error ",
             marks=pytest.mark.extended("known answers"),
         ),
         (

@@ -29,8 +29,8 @@ class RoleBlock(nnx.Module):
 class RoleModel(nnx.Module):
     """A toy model; replace it with yours."""
 
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
+    def __init__(self, dtype, rngs):
+        self.embed = nnx.Embed(TOKENS, WIDTH, dtype=dtype, rngs=rngs)  # without dtype, it returns float32
         self.blocks = nnx.List([RoleBlock(rngs) for _ in range(BLOCKS)])
         self.norm, self.head = nnx.LayerNorm(WIDTH, epsilon=EPSILON, rngs=rngs), nnx.Linear(WIDTH, TOKENS, rngs=rngs)
 
@@ -49,7 +49,7 @@ class Role(Implementation):
 
     def load(self, weights, dtype):
         """Build the model in inference mode, with these weights."""
-        self.model = nnx.eval_shape(lambda: RoleModel(nnx.Rngs(0)))  # without initial values
+        self.model = nnx.eval_shape(lambda: RoleModel(dtype, nnx.Rngs(0)))  # without initial values
         for path, parameter in nnx.iter_graph(self.model):
             if isinstance(parameter, nnx.Param):
                 parameter.set_value(jnp.asarray(weights[".".join(map(str, path))]))

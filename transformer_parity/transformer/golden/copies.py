@@ -18,7 +18,7 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenDirectory
 
-MANY = 32  # minimum number of values for testing a tensor individually
+MANY = 64  # minimum number of values for testing a tensor individually
 FEW = 8  # minimum total number of values for testing the smaller tensors of a stage together
 NEARLY_ALL = 0.9  # a tensor is considered a copy if at least this fraction of its values is identical in A and B
 # Tensors that different programs compute with the same few operations from identical values. In step 1, Adam moves each
