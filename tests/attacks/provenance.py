@@ -247,7 +247,7 @@ add(
     INCOMPLETE,
     partial(
         run,
-        copied("transformer_spec", "search.py", "What all searches", "That all searches", into="old", mine=SOUND),
+        copied("transformer_spec", "search.py", "all types of search", "every type of search", into="old", mine=SOUND),
         *CONSOLE,
         *CHECK,
         path=("old",),

@@ -126,7 +126,11 @@ def with_limit(case: Case) -> Case:
     return case if case.search is None else replace(case, search=replace(case.search, max_length=1))
 
 
-nothing_shows("ZeroWeights", "All weights in A and B are zero.", weight=lambda name, x: 0 * x)
+nothing_shows(
+    "ZeroWeights",
+    "All weights in A and B are zero, except for the embeddings.",
+    weight=lambda name, x: x if name.endswith(".table") else 0 * x,
+)
 nothing_shows(
     "ZeroScales",
     "The layer norm scales in A and B are zero.",
