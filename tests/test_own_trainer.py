@@ -61,7 +61,8 @@ BUGS = {  # the message, mapped to the tensor that diverges and to the edits of 
         "the whole gradient",
         [("ids[dist.get_rank() ::", "ids[0 ::")],
     ),
-    "the gradient is correct, but the loss is off by -2.264 (the contribution of shard 1 instead of": (
+    "the gradient is correct, but the loss is off by -2.264 "
+    "(the contribution of shard 1 instead of the sum over all shards)": (
         "step 1 loss",
         [(LOSS, "")],
     ),

@@ -266,6 +266,10 @@ def test_versions_include_a_framework_that_load_imports():
     assert versions["pair_models:ImportsTorch"].keys() - versions["pair_models:Original"].keys() == {"torch"}
 
 
+def test_versions_are_reported_if_no_model_can_be_created():
+    assert "numpy" in compared("RaisesInLoad", seeds=1).versions["pair_models:RaisesInLoad"]
+
+
 def test_tolerances_of_a_port_follow_from_the_original():
     result = compared("Port", stages=("forward",))
     wide = {one.tolerance for one in result.findings if one.dtype == "float64"}

@@ -205,8 +205,8 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare two directories of golden vectors, which can be written in any programming language",
-        description="Compare two directories of golden vectors, tensor by tensor, or of the arrays of any model. "
-        "Directory A supplies the model, weights, inputs, and cases.",
+        description="Compare two directories, tensor by tensor. They contain golden vectors, or the arrays of a model "
+        "that `parity pair --out` wrote and the arrays of its port. Directory A supplies the weights and inputs.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,8 +36,8 @@ examples:
   parity pair my_pair.py --out truth                       write files for a port in another language
   parity pair my_pair.py --json result.json --html result.html
 
-Both classes are subclasses of transformer_parity.pair.Implementation. You don't choose tolerances: they
-are measured on the original. docs/reference/pair-tolerances.md defines them.
+Both classes are subclasses of transformer_parity.pair.Implementation. You don't choose tolerances: the
+command measures them on the original, as docs/reference/pair-tolerances.md describes.
 
 exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """

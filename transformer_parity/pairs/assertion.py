@@ -51,7 +51,8 @@ def assert_parity(
     from transformer_parity.pairs.result import Settings
 
     imported = _import(original)
-    imported = replace(imported, names=replace(imported.source, attribute="names"))
+    if names is None:
+        imported = replace(imported, names=replace(imported.source, attribute="names"))
     result = compare_pair(imported, _import(port), Settings(**settings), names)
     if result.verdict.exit_code:
         console = Console(file=io.StringIO(), width=WIDTH, highlight=False, markup=False, emoji=False)

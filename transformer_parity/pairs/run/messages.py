@@ -37,6 +37,7 @@ class Declaration:
         methods: The names of the methods that the class defines.
         fixed_weights: Patterns for the names of weights that must not be changed.
         code: The places of the functions that load and run the model, to find out whether two classes share them.
+        versions: The versions of the frameworks that the module imports.
         names: The map of tap names.
     """
 
@@ -44,6 +45,7 @@ class Declaration:
     methods: frozenset[str]
     fixed_weights: Sequence[str]
     code: Sequence[str]
+    versions: Mapping[str, str]
     names: Mapping[str, Any]
 
 
@@ -88,7 +90,7 @@ class Ran:
         taps: The computed values of all taps, in the order of computation.
         captured: The names of the taps that ``capture`` found.
         modified: The names of the arguments that the method modified.
-        versions: The versions of the frameworks, in the answer to ``Load``.
+        versions: In the answer to ``Load``, the versions of the frameworks, which ``load`` may have imported.
     """
 
     outputs: Tensors = field(default_factory=dict)

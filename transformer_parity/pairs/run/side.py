@@ -49,8 +49,8 @@ class Side:
 
     Attributes:
         name: The name in reports, such as ``my_pair:Original``.
-        imported: The dtypes and methods that the class declares.
-        versions: The versions of the frameworks that the models use, from the first model on.
+        imported: The dtypes, methods, and versions that the class declares.
+        versions: The versions of the frameworks that the process has imported so far.
     """
 
     def __init__(self, source: Source, children: Children, child: Child, timeout: float = SILENCE) -> None:
@@ -71,6 +71,7 @@ class Side:
         if isinstance(answer, Broken):
             raise RunError(answer.why, self.name)
         self.imported = answer
+        self.versions.update(answer.versions)
 
     def has(self, method: str) -> bool:
         """Return whether the class defines an optional method."""

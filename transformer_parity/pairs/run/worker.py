@@ -68,6 +68,7 @@ class Runner:
             methods=frozenset(methods),
             fixed_weights=_words(self._kind.fixed_weights),
             code=[_place(getattr(self._kind, name)) for name in REQUIRED],
+            versions=_versions(),
             names=_names(request),
         )
         self._models: dict[str, tuple[Implementation, str]] = {}
@@ -93,7 +94,7 @@ class Runner:
         model = self._new()
         model.load(request.weights, request.dtype)
         self._models[request.key] = (model, request.dtype)
-        return Ran(versions=_versions())  # load may have imported frameworks
+        return Ran(versions=_versions())
 
     def _call(self, request: Call) -> Ran:
         model, dtype = self._models[request.key] if request.key else (self._new(), "float32")

@@ -18,7 +18,9 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenDirectory
 
-MANY = 64  # minimum number of values for testing a tensor individually
+# Minimum number of values for testing a tensor individually. The few values of a single token may be identical if both
+# programs call the same library.
+MANY = 64
 FEW = 8  # minimum total number of values for testing the smaller tensors of a stage together
 NEARLY_ALL = 0.9  # a tensor is considered a copy if at least this fraction of its values is identical in A and B
 # Tensors that different programs compute with the same few operations from identical values. In step 1, Adam moves each
