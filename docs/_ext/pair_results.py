@@ -32,9 +32,9 @@ def port_bugs() -> Iterator[str]:
     yield from ("| bug | source | verdict | starts at | cause in the report |", "|---|---|---|---|---|")
     for one in bugs:
         place = f"`{one['introduced'][0]}`" if one["introduced"] else ""
-        cause = one["causes"][0].partition(", ")[2] if one["causes"] else ""
+        cause = one["causes"][0].partition(", ")[2].replace("|", "\\|") if one["causes"] else ""
         what = one["what"].rstrip(".").replace("|", "\\|")
-        yield f"| {what} | {one['source']} | {one['verdict']} | {place} | {cause.replace('|', chr(92) + '|')} |"
+        yield f"| {what} | {one['source']} | {one['verdict']} | {place} | {cause} |"
     yield ""
     yield from ("| control | verdict |", "|---|---|")
     for one in right:
@@ -61,12 +61,12 @@ def wild() -> Iterator[str]:
     for library, names in agreeing.items():
         yield f"**{library} agrees:** {', '.join(names)}."
         yield ""
-    yield from ("| pair | verdict | starts at | cause |", "|---|---|---|---|")
+    yield from ("| pair | verdict | cause | report |", "|---|---|---|---|")
     for one in pairs:
         if one["verdict"] == "AGREE":
             continue
-        place = f"`{one['introduced'][0]}`" if one["introduced"] else ""
         cause = causes.get(one["library"], {}).get(one["name"], "not examined")
-        yield f"| {one['library']} {one['name']} | {one['verdict']} | {place} | {cause} |"
+        place = f"at {one['introduced'][0]}" if one["introduced"] else ""
+        yield f"| {one['library']} {one['name']} | {one['verdict']} | {cause} | {next(iter(one['causes']), place)} |"
     yield ""
     yield f"Processor: {report['processor']}."
