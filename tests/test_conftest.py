@@ -185,7 +185,7 @@ def test_tests_with_shared_state_run_in_one_process(run):
 class Worker:
     """Stands in for a pytest-xdist worker, which starts a test only if it knows the next test or that there is none."""
 
-    gateway = SimpleNamespace(id="gw")
+    gateway = SimpleNamespace(id="gw")  # the scheduler reads the ID when it compares the tests of two workers
 
     def __init__(self):
         self.queue, self.ran, self.shutting_down = [], [], False

@@ -67,6 +67,7 @@ def wild() -> Iterator[str]:
             continue
         cause = causes.get(one["library"], {}).get(one["name"], "not examined")
         place = f"at {one['introduced'][0]}" if one["introduced"] else ""
-        yield f"| {one['library']} {one['name']} | {one['verdict']} | {cause} | {next(iter(one['causes']), place)} |"
+        named = next(iter(one["causes"]), place).replace("|", "\\|")
+        yield f"| {one['library']} {one['name']} | {one['verdict']} | {cause} | {named} |"
     yield ""
     yield f"Processor: {report['processor']}."
